@@ -1,0 +1,142 @@
+"""Documents from .txt, .jsonl and .parquet files, one string each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+from taperjax.errors import UserError
+
+SEPARATOR = "<|endoftext|>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Text with a name, the files that decide it, and a way to read it anew."""
+
+  name: str
+  files: tuple[pathlib.Path, ...]
+  documents: Callable[[], Iterator[str]]
+
+
+def file_source(path: str | os.PathLike) -> Source:
+  """The source that is one local file."""
+  path = pathlib.Path(path)
+  _reader(path)
+  return Source(str(path), (path,), lambda: iter_documents(path))
+
+
+def iter_documents(path: str | os.PathLike) -> Iterator[str]:
+  """Yields the documents of a file in its order; empty ones are left out.
+
+  .txt: documents are separated by `<|endoftext|>`, and line breaks next to
+  the separator or the ends of the file belong to neither; a file without a
+  separator is one document. .jsonl: the field "text" of each line. .parquet:
+  the column "text".
+
+  Raises:
+    UserError: no such file, unknown suffix, no documents, a binary file, or
+      a record without text.
+  """
+  path = pathlib.Path(path)
+  found = False
+  for document in _reader(path)(path):
+    if document:
+      found = True
+      yield document
+  if not found:
+    raise UserError(
+      f"data={path} holds no documents; give a file with text in it."
+    )
+
+
+def _reader(path: pathlib.Path) -> Callable[[pathlib.Path], Iterator[str]]:
+  if not path.exists():
+    raise UserError(
+      f"data={path} does not exist; give the path of a .txt, .jsonl or "
+      ".parquet file."
+    )
+  reader = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+  if path.suffix not in reader or not path.is_file():
+    raise UserError(
+      f"data={path} is not a .txt, .jsonl or .parquet file; convert it to one "
+      "of these."
+    )
+  return reader[path.suffix]
+
+
+def _decode(path: pathlib.Path, raw: bytes, offset: int) -> str:
+  """UTF-8 text of `raw`, which begins at byte `offset` of the file."""
+  bad = raw.find(b"\0")
+  try:
+    text = raw.decode("utf-8")
+  except UnicodeDecodeError as error:
+    bad = error.start if bad < 0 else min(bad, error.start)
+  if bad >= 0:
+    raise UserError(
+      f"data={path} is not UTF-8 text: byte {raw[bad]:#04x} at offset "
+      f"{offset + bad}; give a text file, or convert it to UTF-8."
+    )
+  return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def _read_txt(path: pathlib.Path) -> Iterator[str]:
+  separator = SEPARATOR.encode()
+  keep = len(separator) - 1  # so much of one may end a block, cut in two
+  rest, offset = [], 0  # pieces since the last separator; where they begin
+  with path.open("rb") as file:
+    while block := file.read(1 << 20):
+      tail = rest.pop() if rest else b""
+      *done, last = (tail + block).split(separator)
+      for raw in done:
+        raw = b"".join([*rest, raw])
+        yield _decode(path, raw, offset).strip("\r\n")
+        offset += len(raw) + len(separator)
+        rest = []
+      rest += [last[:-keep], last[-keep:]]
+  yield _decode(path, b"".join(rest), offset).strip("\r\n")
+
+
+def _read_jsonl(path: pathlib.Path) -> Iterator[str]:
+  offset = 0
+  with path.open("rb") as file:
+    for number, raw in enumerate(file, start=1):
+      line = _decode(path, raw, offset)
+      offset += len(raw)
+      if not line.strip():
+        continue
+      try:
+        text = json.loads(line)["text"]
+      except (ValueError, LookupError, TypeError):
+        text = None
+      if not isinstance(text, str):
+        raise UserError(
+          f'data={path} line {number} is not an object with a string "text"; '
+          'write each line as {"text": "..."}.'
+        )
+      yield text
+
+
+def _read_parquet(path: pathlib.Path) -> Iterator[str]:
+  import pyarrow
+  import pyarrow.parquet
+
+  try:
+    file = pyarrow.parquet.ParquetFile(path)
+  except (pyarrow.ArrowException, OSError) as error:
+    raise UserError(
+      f"data={path} cannot be read as parquet ({type(error).__name__}); "
+      "the file is damaged or of another kind: make it anew."
+    ) from error
+  with file:
+    names = file.schema_arrow.names
+    if "text" not in names:
+      raise UserError(
+        f'data={path} has no column "text", only {", ".join(names)}; rename '
+        "the column that holds the text."
+      )
+    for batch in file.iter_batches(batch_size=1024, columns=["text"]):
+      yield from (text for text in batch.column(0).to_pylist() if text)
