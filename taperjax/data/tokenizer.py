@@ -1,0 +1,322 @@
+"""Tokenizers with one face: bytes, SentencePiece, Hugging Face files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from taperjax.data import files
+from taperjax.errors import UserError
+
+INFO = "tokenizer_info.json"
+
+
+class Tokenizer:
+  """Text to ids and back; `decode(encode(text)) == text`.
+
+  Text never turns into a special id, whatever it spells: `eos_id` and
+  `bos_id` are put in by the caller only.
+
+  Attributes:
+    kind: "bytes", "sentencepiece" or "huggingface".
+    vocab_size: number of ids, special ones included.
+    eos_id: the id after each document.
+    bos_id: the id that a document begins with, or None if there is none.
+    fingerprint: hex sha256 of all that decides the ids.
+  """
+
+  kind: str
+  model_name: str  # file name of the definition in a saved folder
+  vocab_size: int
+  eos_id: int
+  bos_id: int | None
+
+  def __init__(self, definition: bytes):
+    self.definition = definition
+    salted = self.kind.encode() + b"\0" + definition
+    self.fingerprint = hashlib.sha256(salted).hexdigest()
+
+  def encode(self, text: str) -> list[int]:
+    return self.encode_batch([text])[0]
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    raise NotImplementedError
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of the ids; special ids are dropped."""
+    raise NotImplementedError
+
+  def id_bytes(self) -> np.ndarray:
+    """UTF-8 bytes of text that each id stands for, int32[V]; special: 0."""
+    raise NotImplementedError
+
+  def save(self, folder: str | os.PathLike) -> None:
+    """Writes the definition, then a JSON of kind and fingerprint."""
+    folder = pathlib.Path(folder)
+    with files.atomic_write(folder / self.model_name) as file:
+      file.write(self.definition)
+    info = {
+      "kind": self.kind,
+      "model": self.model_name,
+      "vocab_size": self.vocab_size,
+      "fingerprint": self.fingerprint,
+    }
+    with files.atomic_write(folder / INFO) as file:
+      file.write(json.dumps(info, indent=2).encode())
+
+
+class ByteTokenizer(Tokenizer):
+  """The 256 bytes of UTF-8, and 256 for the end of a document."""
+
+  kind = "bytes"
+  model_name = "bytes.model"
+  vocab_size = 257
+  eos_id = 256
+  bos_id = None
+
+  def __init__(self, definition: bytes = b"257"):
+    super().__init__(definition)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    return [list(text.encode()) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+  def id_bytes(self) -> np.ndarray:
+    return (np.arange(257) < 256).astype(np.int32)
+
+
+class SentencePieceTokenizer(Tokenizer):
+  """A SentencePiece model, given as the bytes of its file.
+
+  SentencePiece writes a blank as U+2581, and so would read that character
+  back as a blank: here it is encoded as its three bytes instead.
+  """
+
+  kind = "sentencepiece"
+  model_name = "tokenizer.model"
+
+  def __init__(self, definition: bytes):
+    import sentencepiece
+
+    super().__init__(definition)
+    self._model = sentencepiece.SentencePieceProcessor(model_proto=definition)
+    self.vocab_size = self._model.get_piece_size()
+    self.eos_id = self._model.eos_id()
+    self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
+    self._special = {
+      i
+      for i in range(self.vocab_size)
+      if self._model.is_control(i) or self._model.is_unknown(i)
+    }
+    block = [self._model.piece_to_id(f"<0x{b:02X}>") for b in "▁".encode()]
+    self._block = None if self._special.intersection(block) else block
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    encoded = self._model.encode(list(texts))
+    if self._block:
+      for row, text in enumerate(texts):
+        if "▁" in text:
+          first, *others = self._model.encode(text.split("▁"))
+          encoded[row] = sum((self._block + ids for ids in others), first)
+    return encoded
+
+  def decode(self, ids: Iterable[int]) -> str:
+    kept = (int(i) for i in ids)
+    return self._model.decode([i for i in kept if i not in self._special])
+
+  def id_bytes(self) -> np.ndarray:
+    pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
+    return np.array(
+      [
+        0
+        if i in self._special
+        else 1
+        if self._model.is_byte(i)
+        else len(piece.replace("▁", " ").encode())
+        for i, piece in enumerate(pieces)
+      ],
+      np.int32,
+    )
+
+
+class HFTokenizer(Tokenizer):
+  """A Hugging Face `tokenizer.json`, given as its bytes.
+
+  Its special tokens are never read from text and never added; the end of
+  text is the first of `EOS` that it has, `bos_id` the first of `BOS`.
+  """
+
+  kind = "huggingface"
+  model_name = "tokenizer.json"
+  EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+  BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+
+  def __init__(self, definition: bytes, path: str | os.PathLike = model_name):
+    import tokenizers
+
+    super().__init__(definition)
+    try:
+      self._model = tokenizers.Tokenizer.from_buffer(definition)
+    except Exception as error:  # the library raises no narrower class
+      raise UserError(
+        f"data.tokenizer={path} is not a tokenizer.json ({error}); give the "
+        "file that Hugging Face `tokenizers` saves."
+      ) from error
+    self._model.encode_special_tokens = True
+    self._model.no_padding()
+    self._model.no_truncation()
+    vocab = self._model.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocab.values()) + 1
+    ends = [vocab[token] for token in self.EOS if token in vocab]
+    if not ends:
+      raise UserError(
+        f"data.tokenizer={path} has no end-of-text token; add one of "
+        f"{', '.join(self.EOS)} to it."
+      )
+    self.eos_id = ends[0]
+    starts = [vocab[token] for token in self.BOS if token in vocab]
+    self.bos_id = starts[0] if starts else None
+    decoder = str(json.loads(definition).get("decoder"))
+    self._is_byte_level = "ByteLevel" in decoder
+    if not re.search("ByteLevel|ByteFallback|Metaspace", decoder):
+      raise UserError(
+        f"data.tokenizer={path} has a decoder that does not keep the text "
+        "exactly; use a byte-level or SentencePiece-like tokenizer."
+      )
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
+    return [encoding.ids for encoding in encoded]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def id_bytes(self) -> np.ndarray:
+    added = self._model.get_added_tokens_decoder()
+    lengths = np.zeros(self.vocab_size, np.int32)
+    for piece, i in self._model.get_vocab(with_added_tokens=True).items():
+      if i in added:
+        lengths[i] = 0 if added[i].special else len(added[i].content.encode())
+      elif self._is_byte_level:
+        lengths[i] = len(piece)  # one printable character for each byte
+      elif re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        lengths[i] = 1
+      else:
+        lengths[i] = len(piece.replace("▁", " ").encode())
+    return lengths
+
+
+def train_sentencepiece(
+  documents: Iterable[str], vocab_size: int
+) -> SentencePieceTokenizer:
+  """Trains BPE pieces on the documents; the same text gives the same model.
+
+  Nothing is normalized, blanks and line breaks are pieces like others, and
+  what has no piece falls back to bytes, so that every text comes back
+  exactly. vocab_size includes `<unk>`, `</s>`, the line break and 256 bytes.
+  There is no `<s>`: nothing in a stream of documents would train it.
+  """
+  import sentencepiece
+
+  # No piece crosses a line break, so lines are the natural training sentences.
+  lines = (line for text in documents for line in text.split("\n") if line)
+  model = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=lines,
+      model_writer=model,
+      model_type="bpe",
+      vocab_size=vocab_size,
+      normalization_rule_name="identity",
+      add_dummy_prefix=False,
+      remove_extra_whitespaces=False,
+      allow_whitespace_only_pieces=True,
+      user_defined_symbols=["\n"],
+      byte_fallback=True,
+      max_sentence_length=2**30,
+      unk_id=0,
+      eos_id=1,
+      bos_id=-1,
+      pad_id=-1,
+      minloglevel=3,
+    )
+  except RuntimeError as error:
+    raise UserError(_vocab_size_message(vocab_size, str(error))) from error
+  return SentencePieceTokenizer(model.getvalue())
+
+
+def _vocab_size_message(vocab_size: int, error: str) -> str:
+  """What is wrong with vocab_size, read from SentencePiece's own words."""
+  field = f"data.vocab_size={vocab_size}"
+  if largest := re.search(r"value <= (\d+)", error):
+    return (
+      f"{field} is more than the training text supports; use at most "
+      f"{largest[1]}, or give more text."
+    )
+  if smallest := re.search(r"required_chars\. \d+ vs (\d+)", error):
+    return (
+      f"{field} is too small for the characters of the training text; use at "
+      f"least {smallest[1]}."
+    )
+  return f"{field} cannot be trained ({error}); give a text with words in it."
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+  """Loads a saved folder, or a bare tokenizer.json or .model file."""
+  path = pathlib.Path(path)
+  kinds = {
+    cls.kind: cls
+    for cls in (ByteTokenizer, SentencePieceTokenizer, HFTokenizer)
+  }
+  if path.is_file():
+    kind = {".json": "huggingface", ".model": "sentencepiece"}.get(path.suffix)
+    if kind is None:
+      raise UserError(
+        f"data.tokenizer={path} is neither a tokenizer.json nor a .model file; "
+        "give one of these, or a folder with a saved tokenizer."
+      )
+    return _read(kinds[kind], path)
+  if not (path / INFO).is_file():
+    if (path / HFTokenizer.model_name).is_file():
+      return _read(HFTokenizer, path / HFTokenizer.model_name)
+    raise UserError(
+      f"data.tokenizer={path} holds no tokenizer; give a tokenizer.json, or a "
+      f"folder with {INFO} in it."
+    )
+  try:
+    info = json.loads((path / INFO).read_bytes())
+    tokenizer = _read(kinds[info["kind"]], path / info["model"])
+    intact = tokenizer.fingerprint == info["fingerprint"]
+  except (OSError, ValueError, LookupError, TypeError) as error:
+    raise UserError(_damaged(path)) from error
+  if not intact:
+    raise UserError(_damaged(path))
+  return tokenizer
+
+
+def _damaged(path: pathlib.Path) -> str:
+  return (
+    f"data.tokenizer={path} is damaged: its files do not belong together; "
+    "delete the folder to have it made anew."
+  )
+
+
+def _read(cls: type[Tokenizer], path: pathlib.Path) -> Tokenizer:
+  if cls is HFTokenizer:
+    return HFTokenizer(path.read_bytes(), path)
+  try:
+    return cls(path.read_bytes())
+  except RuntimeError as error:  # from SentencePiece
+    raise UserError(
+      f"data.tokenizer={path} is not a SentencePiece model; give the .model "
+      "file that it saves."
+    ) from error
