@@ -1,0 +1,259 @@
+"""Token files: text tokenized once, memory-mapped, never silently stale."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from taperjax.data import files, text
+from taperjax.data.tokenizer import Tokenizer
+from taperjax.errors import UserError
+
+FORMAT = 1
+BATCH_CHARS = 1 << 20  # text that is tokenized at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+  """A stream of ids on disk, with the JSON that says where it came from."""
+
+  tokens: np.memmap  # [num_tokens] uint16 or uint32
+  path: pathlib.Path
+  meta: dict[str, Any]
+
+  @property
+  def hashes(self) -> dict[str, str]:
+    """What a resumed run compares: source, tokenizer and ids."""
+    keys = ("source_sha256", "tokenizer_fingerprint", "tokens_sha256")
+    return {key: self.meta[key] for key in keys}
+
+
+def prepare(
+  source: str | os.PathLike | text.Source,
+  tokenizer: Tokenizer,
+  folder: str | os.PathLike,
+  *,
+  name: str,
+  log: Callable[[str], object] = print,
+  rebuild: bool = False,
+  expect: dict[str, str] | None = None,
+  verify: bool = True,
+) -> TokenFile:
+  """Tokenizes a source into <folder>/<name>.bin and .json, or reuses these.
+
+  The file holds the ids of each document followed by eos_id. It is reused
+  only if the source (by sha256, or by size and modification time where both
+  are as recorded), the tokenizer, and the file itself are as its JSON says;
+  otherwise one line to `log` names what changed, and it is built anew.
+
+  Args:
+    source: a file path, or a `text.Source`.
+    tokenizer: gives the ids.
+    folder: where token files live; made if missing.
+    name: file name without suffix.
+    log: takes one line.
+    rebuild: build anew in any case, and ignore `expect`.
+    expect: `TokenFile.hashes` of an earlier run that this one continues.
+    verify: check the sha256 of the ids, not their size only.
+
+  Raises:
+    UserError: the data differ from `expect`, or the source is unreadable.
+  """
+  if not isinstance(source, text.Source):
+    source = text.file_source(source)
+  folder = pathlib.Path(folder)
+  found, reason = _open(folder, name, verify)
+  meta = found.meta if found else {}
+  identity = _identity(source, meta)
+  expect = {} if rebuild or not expect else expect
+  _check_expected(
+    source,
+    expect,
+    {**identity, "tokenizer_fingerprint": tokenizer.fingerprint},
+  )
+  if rebuild:
+    reason = "a rebuild was asked for"
+  elif found:
+    reason = _difference(meta, source, identity, tokenizer)
+  if reason:
+    log(f"Tokens {folder / name}.bin are made anew: {reason}.")
+  if reason or not found:
+    _build(source, identity, tokenizer, folder, name)
+    found = load_tokens(folder, name)
+  elif identity["source_mtimes_ns"] != meta["source_mtimes_ns"]:
+    _write_meta(folder, name, {**meta, **identity})  # hash no more next time
+  _check_expected(source, expect, found.hashes)
+  return found
+
+
+def load_tokens(
+  folder: str | os.PathLike, name: str, *, verify: bool = True
+) -> TokenFile:
+  """Opens a prepared token file.
+
+  Raises:
+    UserError: missing, truncated or changed.
+  """
+  found, reason = _open(pathlib.Path(folder), name, verify)
+  if not found:
+    path = pathlib.Path(folder) / f"{name}.bin"
+    raise UserError(
+      f"tokens={path} cannot be used: {reason or 'there is no such file'}; "
+      "prepare the data again."
+    )
+  return found
+
+
+def _open(
+  folder: pathlib.Path, name: str, verify: bool
+) -> tuple[TokenFile | None, str | None]:
+  """The token file, or None and what is wrong (None if there is nothing)."""
+  path, meta_path = folder / f"{name}.bin", folder / f"{name}.json"
+  try:
+    meta = json.loads(meta_path.read_bytes())
+    size = path.stat().st_size
+    dtype = np.dtype(meta["dtype"])
+    if meta["format"] != FORMAT:
+      return None, f"its format is {meta['format']}, not {FORMAT}"
+    if size != meta["num_tokens"] * dtype.itemsize:
+      return None, f"the file has {size} bytes, another size than recorded"
+    if verify and files.sha256_of_files([path]) != meta["tokens_sha256"]:
+      return None, "the file was changed since it was written (sha256)"
+  except FileNotFoundError as error:
+    missing = pathlib.Path(error.filename)
+    other = path if missing == meta_path else meta_path
+    return None, f"{missing.name} is missing" if other.exists() else None
+  except (ValueError, LookupError, TypeError):
+    return None, f"{meta_path.name} is damaged"
+  return TokenFile(np.memmap(path, dtype, "r"), path, meta), None
+
+
+def _identity(source: text.Source, meta: dict[str, Any]) -> dict[str, Any]:
+  """Size, times and sha256 of the source; the hash from `meta` if it can."""
+  stats = [path.stat() for path in source.files]
+  identity = {
+    "source": source.name,
+    "source_size": sum(stat.st_size for stat in stats),
+    "source_mtimes_ns": [stat.st_mtime_ns for stat in stats],
+  }
+  if all(meta.get(key) == value for key, value in identity.items()):
+    digest = meta["source_sha256"]
+  else:
+    digest = files.sha256_of_files(source.files)
+  return {**identity, "source_sha256": digest}
+
+
+def _difference(
+  meta: dict[str, Any],
+  source: text.Source,
+  identity: dict[str, Any],
+  tokenizer: Tokenizer,
+) -> str | None:
+  if meta["source_sha256"] != identity["source_sha256"]:
+    return f"the source {source.name} changed"
+  if meta["tokenizer_fingerprint"] != tokenizer.fingerprint:
+    return "the tokenizer changed"
+  return None
+
+
+def _check_expected(
+  source: text.Source, expect: dict[str, str], actual: dict[str, Any]
+) -> None:
+  for key in expect.keys() & actual.keys():
+    if expect[key] != actual[key]:
+      what = {
+        "source_sha256": "another text",
+        "tokenizer_fingerprint": "another tokenizer",
+        "tokens_sha256": "other tokens",
+      }[key]
+      raise UserError(
+        f"data={source.name} gives {what} than the run was started with "
+        f"({key} {actual[key][:8]}, was {expect[key][:8]}); put the old data "
+        "back, or start a new run."
+      )
+
+
+def _build(
+  source: text.Source,
+  identity: dict[str, Any],
+  tokenizer: Tokenizer,
+  folder: pathlib.Path,
+  name: str,
+) -> None:
+  """Streams documents into the .bin; the .json comes last, then it counts."""
+  import tqdm
+
+  dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+  digest = hashlib.sha256()
+  num_tokens = num_documents = num_bytes = 0
+  with contextlib.ExitStack() as stack:
+    file = stack.enter_context(files.atomic_write(folder / f"{name}.bin"))
+    progress = stack.enter_context(
+      tqdm.tqdm(
+        desc=f"tokenizing {name}",
+        total=identity["source_size"],
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        disable=None,  # no bar where standard error is no terminal
+      )
+    )
+    for batch in _batches(source.documents()):
+      encoded = tokenizer.encode_batch(batch)
+      ids = np.fromiter(
+        itertools.chain.from_iterable(
+          itertools.chain(row, (tokenizer.eos_id,)) for row in encoded
+        ),
+        dtype,
+      )
+      file.write(ids.data)
+      digest.update(ids.data)
+      size = sum(len(document.encode()) for document in batch)
+      num_tokens += len(ids)
+      num_documents += len(batch)
+      num_bytes += size
+      progress.update(size)
+    if _identity(source, identity) != identity:
+      raise UserError(
+        f"data={source.name} changed while it was read; start again when it "
+        "is complete."
+      )
+  meta = {
+    "format": FORMAT,
+    **identity,
+    "tokenizer_fingerprint": tokenizer.fingerprint,
+    "vocab_size": tokenizer.vocab_size,
+    "dtype": dtype.name,
+    "num_tokens": num_tokens,
+    "num_documents": num_documents,
+    "num_bytes": num_bytes,
+    "tokens_sha256": digest.hexdigest(),
+  }
+  _write_meta(folder, name, meta)
+
+
+def _write_meta(folder: pathlib.Path, name: str, meta: dict[str, Any]) -> None:
+  with files.atomic_write(folder / f"{name}.json") as file:
+    file.write(json.dumps(meta, indent=2).encode())
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+  """Groups of documents of about BATCH_CHARS characters."""
+  batch, size = [], 0
+  for document in documents:
+    batch.append(document)
+    size += len(document)
+    if size >= BATCH_CHARS:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
