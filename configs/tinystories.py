@@ -1,0 +1,94 @@
+"""TinyStories pre-training, arXiv:2602.10408 (v1), section 5.1, Tables 1, 2, 5.
+
+  python train.py --config configs/tinystories.py:30m,internal_aux
+
+Argument: SIZE,VARIANT. Sizes 1m, 3m, 9m, 30m; variants baseline, internal,
+internal_aux, final, all, all_aux. With the defaults the official text is
+downloaded (2 GB); `--config.data.train=FILE --config.data.valid=FILE` takes
+local files instead. Everything but the variant is identical between the
+variants of one size. The full runs of Table 5 take days on a GPU; the README
+has a table of short ones on two CPU cores.
+"""
+
+from ml_collections import config_dict
+
+WIDTHS = {"1m": 64, "3m": 128, "9m": 256, "30m": 512}
+STEPS = {"1m": 500_000, "3m": 500_000, "9m": 750_000, "30m": 1_000_000}
+
+
+def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
+  """Config of "SIZE,VARIANT", or "SIZE" alone for the authors' default."""
+  size, _, variant = arg.partition(",")
+  if size not in WIDTHS:
+    raise ValueError(
+      f"configs/tinystories.py:{arg} names size {size!r}; "
+      f"use one of {', '.join(WIDTHS)}"
+    )
+  c = config_dict.ConfigDict()
+  c.size = size  # a label, in summary.json
+  c.variant = variant or "internal_aux"  # Table 1
+  c.norm = "rms"  # or "layer"
+  c.seeds = (0,)  # the paper has six
+  c.steps = STEPS[size]  # Table 5
+  c.batch_size = 16  # windows; section 5.1
+  c.micro_batches = 1  # parts of the batch walked one after the other
+  c.context_len = 512  # tokens; section 5.1
+  c.compute_dtype = "float32"  # or "bfloat16"; [U], PAPER section 11, row 9
+  c.log_every = 10  # steps
+
+  c.model = m = config_dict.ConfigDict()
+  m.num_layers = 8  # section 5.1
+  m.embed_dim = WIDTHS[size]
+  m.num_heads = 16  # at every width
+  m.num_kv_heads = config_dict.placeholder(int)  # None: num_heads
+  m.head_dim = config_dict.placeholder(int)  # None: embed_dim / num_heads
+  m.mlp = "swiglu"  # or "gelu_tanh", "gelu"
+  m.mlp_dim = config_dict.placeholder(int)  # None: 8 d / 3, rounded up to 8
+  m.positions = "rope"  # or "learned"
+  m.rope_theta = 10_000.0  # [U], row 13
+  m.rotary_dim = config_dict.placeholder(int)  # None: head_dim
+  m.norm_eps = 1e-6  # inside the root; [U], row 1
+  m.biases = ()  # of q, k, v, o, gate, up, down, head
+  m.tied = True  # head = embedding
+  m.init_std = 0.02  # embedding from Fig. 3, the rest [U], row 11
+  m.scan_layers = False  # one compiled block for all layers
+
+  c.taper = t = config_dict.ConfigDict()
+  t.start = 0.05  # share of the steps; section 5.1
+  t.end = 1.0  # share of the steps: g = 0 at the last one
+  t.ema_rate = config_dict.placeholder(float)  # None: 0.01, short runs 0.1
+  t.scale_loss_weight = 0.1  # lambda; appendix C
+
+  c.optimizer = o = config_dict.ConfigDict()
+  o.learning_rate = 3e-4  # peak; section 5.1
+  o.final_learning_rate = 0.0
+  o.warmup = 0.05  # share of the steps
+  o.b1 = 0.9
+  o.b2 = 0.95
+  o.eps = 1e-8  # [U], row 10
+  o.weight_decay = 0.0
+  o.clip_norm = 1.0  # global norm
+
+  c.data = d = config_dict.ConfigDict()
+  d.train = "tinystories"  # or tinystories-v2, tfds:NAME/SPLIT, corpus, a file
+  d.valid = "tinystories"
+  d.tokenizer = "sentencepiece"  # or "bytes", or a path to a tokenizer.json
+  d.vocab_size = config_dict.placeholder(int)
+  d.vocab_size = 10_000  # special pieces included
+  # Tokens and downloads; None: inside the workdir. Shared by default, since
+  # the official text is 2 GB.
+  d.folder = config_dict.placeholder(str)
+  d.folder = "data/tinystories"
+  d.corpus_stories = 20_000  # only for the embedded corpus
+
+  c.eval = e = config_dict.ConfigDict()
+  e.every = 1_000  # steps
+  e.batch_size = 16  # windows
+  e.max_windows = config_dict.placeholder(int)  # None: the whole text
+  e.prompt = "Once upon a time"
+  e.sample_tokens = 100
+
+  c.checkpoint = config_dict.ConfigDict({"every": 1_000})  # steps
+  # A final taper folds into the head, which is untied from the embedding.
+  c.fold = config_dict.ConfigDict({"untie": True})
+  return c

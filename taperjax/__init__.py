@@ -1,0 +1,1 @@
+"""taperjax: transformers whose normalization tapers away and folds."""

@@ -1,0 +1,472 @@
+"""The configuration: frozen dataclasses, and the one parse that checks them.
+
+A config file under configs/ gives every field; nothing here has a second
+default. Fields that are None there are derived in `parse`, so that they follow
+`--config.steps` and the like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from taperjax.errors import UserError
+from taperjax.gate import TaperSteps
+
+# Table 1 of the paper: (internal norms taper, final norm tapers, scale loss).
+VARIANTS = {
+  "baseline": (False, False, False),
+  "internal": (True, False, False),
+  "internal_aux": (True, False, True),
+  "final": (False, True, False),
+  "all": (True, True, False),
+  "all_aux": (True, True, True),
+}
+# Paper section 5.1: depth 8, 16 heads, widths by name; SwiGLU 8 d / 3 rounded
+# up to a multiple of 8 (the rounding is [U], PAPER section 11, row 12).
+SIZES = {"1m": 64, "3m": 128, "9m": 256, "30m": 512}
+BIASES = ("q", "k", "v", "o", "gate", "up", "down", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape of a transformer; all that is needed to run its parameters."""
+
+  num_layers: int
+  embed_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  mlp: str  # "swiglu", "gelu_tanh" or "gelu"
+  positions: str  # "rope" or "learned"
+  rope_theta: float
+  rotary_dim: int
+  norm_eps: float
+  biases: tuple[str, ...]  # projections with a bias, names from BIASES
+  tied: bool
+  init_std: float
+  scan_layers: bool
+  # Set by `parse` from the fields outside `model`.
+  norm: str  # "rms" or "layer"
+  internal_norm: str  # "norm", "taper" or "none" (folded)
+  final_norm: str
+  vocab_size: int
+  context_len: int
+  compute_dtype: str
+
+  @property
+  def residual_std(self) -> float:
+    return self.init_std / math.sqrt(2 * self.num_layers)
+
+  @property
+  def tapered_sites(self) -> list[int]:
+    """Indices of the tapered sites among the 2 N + 1."""
+    last = 2 * self.num_layers
+    internal = range(last) if self.internal_norm == "taper" else ()
+    return [*internal, *([last] if self.final_norm == "taper" else [])]
+
+  def replace(self, **changes) -> ModelConfig:
+    return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaperConfig:
+  start: float  # share of the steps at which the taper starts
+  end: float  # share of the steps from which the gate is 0
+  ema_rate: float  # weight of the new sample
+  scale_loss_weight: float  # lambda
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  learning_rate: float
+  final_learning_rate: float
+  warmup: float  # share of the steps
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+  clip_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  train: str
+  valid: str
+  tokenizer: str  # "sentencepiece", "bytes", or a path
+  vocab_size: int | None
+  folder: str | None  # None: inside the workdir
+  corpus_stories: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  every: int  # steps
+  batch_size: int
+  max_windows: int | None  # None: the whole validation text
+  prompt: str
+  sample_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  every: int  # steps
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldConfig:
+  untie: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  size: str
+  variant: str
+  norm: str
+  seeds: tuple[int, ...]
+  steps: int
+  batch_size: int
+  micro_batches: int
+  context_len: int
+  compute_dtype: str
+  log_every: int
+  model: ModelConfig
+  taper: TaperConfig
+  optimizer: OptimizerConfig
+  data: DataConfig
+  eval: EvalConfig
+  checkpoint: CheckpointConfig
+  fold: FoldConfig
+
+  @property
+  def tapers(self) -> bool:
+    return any(VARIANTS[self.variant][:2])
+
+  @property
+  def uses_scale_loss(self) -> bool:
+    return VARIANTS[self.variant][2]
+
+  @property
+  def taper_steps(self) -> TaperSteps | None:
+    """k_s and k_e, or None when nothing tapers."""
+    if not self.tapers:
+      return None
+    start = round(self.taper.start * self.steps)
+    return TaperSteps(start, round(self.taper.end * self.steps))
+
+  @property
+  def warmup_steps(self) -> int:
+    return round(self.optimizer.warmup * self.steps)
+
+  def with_vocab(self, vocab_size: int) -> Config:
+    """The same run once the tokenizer is known."""
+    model = self.model.replace(vocab_size=vocab_size)
+    return dataclasses.replace(self, model=model)
+
+
+def to_dict(config: Any) -> dict:
+  """A dataclass as nested dicts and lists that JSON holds exactly."""
+  def plain(value):
+    if isinstance(value, dict):
+      return {k: plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+  return plain(dataclasses.asdict(config))
+
+
+def model_from_dict(fields: Mapping[str, Any]) -> ModelConfig:
+  """The inverse of `to_dict` for a saved model configuration."""
+  return _build(ModelConfig, fields, "model.")
+
+
+def config_from_dict(fields: Mapping[str, Any]) -> Config:
+  """The inverse of `to_dict` for a saved run configuration."""
+  return _build(Config, fields, "")
+
+
+_SET_BY_PARSE = {
+  "norm",
+  "internal_norm",
+  "final_norm",
+  "vocab_size",
+  "context_len",
+  "compute_dtype",
+}
+
+
+def parse(fields: Mapping[str, Any]) -> Config:
+  """Checks a ConfigDict or nested dict, resolves what is None, builds Config.
+
+  Raises:
+    UserError: one line naming the field, its value, the rule and the remedy.
+  """
+  fields = _plain(fields)
+  known = {f.name for f in dataclasses.fields(Config)}
+  _check_names(fields, known, "")
+  model = dict(fields["model"])
+  for name in _SET_BY_PARSE & set(model):
+    raise UserError(
+      f"model.{name}={model[name]!r} is set by {name!r} outside `model`; "
+      "remove it here"
+    )
+  variant = _choice("variant", fields["variant"], tuple(VARIANTS))
+  internal, final, _ = VARIANTS[variant]
+  model["norm"] = _choice("norm", fields["norm"], ("rms", "layer"))
+  model["internal_norm"] = "taper" if internal else "norm"
+  model["final_norm"] = "taper" if final else "norm"
+  model["context_len"] = fields["context_len"]
+  model["compute_dtype"] = _choice(
+    "compute_dtype", fields["compute_dtype"], ("float32", "bfloat16")
+  )
+  data = dict(fields["data"])
+  model["vocab_size"] = _vocab_size(data)
+  _derive_model(model)
+  taper = dict(fields["taper"])
+  if taper.get("ema_rate", 0) is None:
+    # PAPER section 11, row 17: short warm-ups need the faster average.
+    warmup = round(float(taper["start"]) * int(fields["steps"]))
+    taper["ema_rate"] = 0.1 if warmup < 300 else 0.01
+  fields = {**fields, "model": model, "data": data, "taper": taper}
+  config = _build(Config, fields, "")
+  _check(config)
+  return config
+
+
+def _plain(fields):
+  if hasattr(fields, "to_dict"):
+    return fields.to_dict()
+  return {
+    k: _plain(v) if isinstance(v, Mapping) else v for k, v in fields.items()
+  }
+
+
+def _vocab_size(data) -> int:
+  """Vocabulary size as far as the config knows it; 0: the tokenizer says."""
+  kind, size = data.get("tokenizer"), data.get("vocab_size")
+  if kind == "sentencepiece":
+    if size is None:
+      raise UserError(
+        "data.vocab_size=None is not enough for data.tokenizer=sentencepiece; "
+        "give a number, for example 10000"
+      )
+    return size
+  if size is not None:
+    raise UserError(
+      f"data.vocab_size={size} has no effect with data.tokenizer={kind}, "
+      "which brings its own vocabulary; leave it None"
+    )
+  return 257 if kind == "bytes" else 0
+
+
+def _derive_model(model: dict) -> None:
+  """Fills the fields of `model` that are None from the others."""
+  heads, width = model.get("num_heads"), model.get("embed_dim")
+  if model.get("num_kv_heads", 0) is None:
+    model["num_kv_heads"] = heads
+  if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+    if model.get("head_dim", 0) is None:
+      if width % heads:
+        near = sorted({max(heads, width // heads * heads),
+                       (width // heads + 1) * heads})
+        example = " or ".join(map(str, near))
+        raise UserError(
+          f"model.embed_dim={width} is not divisible by "
+          f"model.num_heads={heads}; use a multiple of {heads}, for example "
+          f"{example}"
+        )
+      model["head_dim"] = width // heads
+    if model.get("mlp_dim", 0) is None:
+      model["mlp_dim"] = mlp_dim(width)
+  if model.get("rotary_dim", 0) is None:
+    model["rotary_dim"] = model.get("head_dim")
+
+
+def mlp_dim(width: int) -> int:
+  """SwiGLU hidden width: 8 d / 3 rounded up to a multiple of 8."""
+  return -(-8 * width // 24) * 8
+
+
+def _build(cls, fields: Mapping[str, Any], prefix: str):
+  """A dataclass from a mapping; names and types are checked."""
+  if not isinstance(fields, Mapping):
+    raise UserError(f"{prefix[:-1]}={fields!r} is not a group of fields")
+  hints = typing.get_type_hints(cls)
+  _check_names(fields, set(hints), prefix)
+  return cls(**{
+    name: _typed(fields[name], kind, prefix + name)
+    for name, kind in hints.items()
+  })
+
+
+def _check_names(fields, known: set[str], prefix: str) -> None:
+  for name in fields:
+    if name not in known:
+      close = difflib.get_close_matches(name, known, 1, 0.5)
+      hint = f"did you mean {prefix}{close[0]}?" if close else (
+        "the fields are " + ", ".join(sorted(known))
+      )
+      raise UserError(f"{prefix}{name} is not a config field; {hint}")
+  for name in sorted(known - set(fields)):
+    raise UserError(f"{prefix}{name} is missing; add it to the config file")
+
+
+def _typed(value, kind, name: str):
+  if dataclasses.is_dataclass(kind):
+    return _build(kind, value, name + ".")
+  if isinstance(kind, types.UnionType):
+    if value is None:
+      return None
+    kind = kind.__args__[0]
+  if typing.get_origin(kind) is tuple:
+    inner = kind.__args__[0]
+    if not isinstance(value, list | tuple):
+      raise UserError(f"{name}={value!r} is not a list of {inner.__name__}")
+    return tuple(_typed(v, inner, name) for v in value)
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if kind is float and number:
+    if not math.isfinite(value):
+      raise UserError(f"{name}={value} is not finite; give a number")
+    return float(value)
+  if kind is int and number and value == int(value):
+    return int(value)
+  if kind in (str, bool) and isinstance(value, kind):
+    return value
+  raise UserError(
+    f"{name}={value!r} is of type {type(value).__name__}; "
+    f"it must be {kind.__name__}"
+  )
+
+
+def _choice(name: str, value, choices: tuple[str, ...]) -> str:
+  if value not in choices:
+    raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
+  return value
+
+
+def _check(config: Config) -> None:
+  """Rules that involve values; each message is one line."""
+  model, taper, opt = config.model, config.taper, config.optimizer
+
+  def positive(name, value):
+    if not value > 0:
+      raise UserError(f"{name}={value} must be above 0")
+
+  def share(name, value, low=0.0):
+    if not low <= value <= 1:
+      raise UserError(f"{name}={value} must be between {low:g} and 1")
+
+  for name in ("steps", "batch_size", "micro_batches", "context_len",
+               "log_every"):
+    positive(name, getattr(config, name))
+  for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads",
+               "head_dim", "mlp_dim", "norm_eps", "rope_theta", "init_std"):
+    positive(f"model.{name}", getattr(model, name))
+  for name in ("learning_rate", "clip_norm", "eps"):
+    positive(f"optimizer.{name}", getattr(opt, name))
+  for name in ("every", "batch_size", "sample_tokens"):
+    positive(f"eval.{name}", getattr(config.eval, name))
+  if config.eval.max_windows is not None:
+    positive("eval.max_windows", config.eval.max_windows)
+  positive("checkpoint.every", config.checkpoint.every)
+  positive("data.corpus_stories", config.data.corpus_stories)
+  for name in ("weight_decay", "final_learning_rate"):
+    if getattr(opt, name) < 0:
+      raise UserError(
+        f"optimizer.{name}={getattr(opt, name)} must not be below 0"
+      )
+  if opt.final_learning_rate > opt.learning_rate:
+    raise UserError(
+      f"optimizer.final_learning_rate={opt.final_learning_rate} is above "
+      f"optimizer.learning_rate={opt.learning_rate}; the rate only falls"
+    )
+  for name in ("b1", "b2"):
+    value = getattr(opt, name)
+    if not 0 <= value < 1:
+      raise UserError(f"optimizer.{name}={value} must be in [0, 1)")
+  share("optimizer.warmup", opt.warmup)
+  _choice("model.mlp", model.mlp, ("swiglu", "gelu_tanh", "gelu"))
+  _choice("model.positions", model.positions, ("rope", "learned"))
+  for name in model.biases:
+    _choice("model.biases", name, BIASES)
+  if model.tied and "head" in model.biases:
+    raise UserError(
+      "model.biases names 'head' with model.tied=True; a tied head has no "
+      "bias: remove it or set model.tied=False"
+    )
+  if model.mlp != "swiglu" and "gate" in model.biases:
+    raise UserError(
+      f"model.biases names 'gate' with model.mlp={model.mlp}, which has no "
+      "gate projection; remove it"
+    )
+  if model.num_heads % model.num_kv_heads:
+    raise UserError(
+      f"model.num_kv_heads={model.num_kv_heads} does not divide "
+      f"model.num_heads={model.num_heads}; use a divisor of it"
+    )
+  if model.positions == "rope" and (
+    model.rotary_dim % 2 or not 0 < model.rotary_dim <= model.head_dim
+  ):
+    raise UserError(
+      f"model.rotary_dim={model.rotary_dim} must be even and at most "
+      f"model.head_dim={model.head_dim}"
+    )
+  if config.data.vocab_size is not None and config.data.vocab_size < 8:
+    raise UserError(
+      f"data.vocab_size={config.data.vocab_size} is too small; use 300 or more"
+    )
+  if config.batch_size % config.micro_batches:
+    raise UserError(
+      f"batch_size={config.batch_size} is not divisible by "
+      f"micro_batches={config.micro_batches}; use a divisor of the batch size"
+    )
+  if not config.seeds:
+    raise UserError("seeds=() is empty; give at least one, for example (0,)")
+  if len(set(config.seeds)) < len(config.seeds):
+    raise UserError(f"seeds={config.seeds} repeats a seed; name each one once")
+  if len(config.seeds) > 1:
+    raise UserError(
+      f"seeds={config.seeds} names {len(config.seeds)} seeds; this version "
+      "trains one at a time: start a run for each"
+    )
+  for seed in config.seeds:
+    if not 0 <= seed < 2**31:
+      raise UserError(f"seeds={config.seeds} must lie between 0 and 2^31 - 1")
+  if not config.tapers:
+    return
+  share("taper.start", taper.start)
+  share("taper.end", taper.end)
+  share("taper.ema_rate", taper.ema_rate)
+  positive("taper.ema_rate", taper.ema_rate)
+  if taper.end <= taper.start:
+    raise UserError(
+      f"taper.end={taper.end} is not after taper.start={taper.start}; the gate "
+      "falls from start to end, both shares of the steps"
+    )
+  steps = config.taper_steps
+  if steps.start < 1:
+    raise UserError(
+      f"taper.start={taper.start} of steps={config.steps} is step "
+      f"{steps.start}; calibration needs at least one step before the taper: "
+      f"raise taper.start or steps"
+    )
+  if steps.end <= steps.start:
+    raise UserError(
+      f"taper.end={taper.end} and taper.start={taper.start} of "
+      f"steps={config.steps} are the same step {steps.start}; raise steps"
+    )
+  if config.uses_scale_loss:
+    positive("taper.scale_loss_weight", taper.scale_loss_weight)
+  if model.final_norm == "taper" and model.tied and not config.fold.untie:
+    raise UserError(
+      f"fold.untie=False with variant={config.variant} and model.tied=True: "
+      "the final norm folds into the head, which must then be untied from the "
+      "embedding; set fold.untie=True"
+    )

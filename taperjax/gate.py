@@ -1,0 +1,74 @@
+"""The gate, the phase and the learning rate as functions of the step.
+
+Steps are counted from 1: step k runs for k = 1..N, and everything here takes
+k = state.step + 1, so one counter rules all three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+NORM, TAPER, SCALE = "norm", "taper", "scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaperSteps:
+  """Where the taper lies, in steps.
+
+  Attributes:
+    start: taper start k_s, the last step with gate 1; calibration follows it.
+    end: k_e, the first step with gate 0.
+  """
+
+  start: int
+  end: int
+
+
+def gate(step: jax.Array, taper: TaperSteps) -> jax.Array:
+  r"""Gate g of step k: 1, then half a cosine, then 0.
+
+  g(k) = 1 for k <= k_s; (1 + cos(pi (k - k_s) / (k_e - k_s))) / 2 between;
+  0 for k >= k_e. Source: arXiv:2602.10408 (v1), section 3.3.
+
+  Args:
+    step: k >= 1, integer.
+    taper: k_s and k_e with k_s < k_e.
+
+  Returns:
+    g, float32 scalar, exactly 1 and exactly 0 at the ends.
+  """
+  done = (step - taper.start) / (taper.end - taper.start)
+  done = jnp.clip(jnp.float32(done), 0.0, 1.0)
+  cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+  return jnp.where(done <= 0.0, 1.0, jnp.where(done >= 1.0, 0.0, cosine))
+
+
+def phase(step: int, taper: TaperSteps | None) -> str:
+  """Which of the three compiled steps serves step k; None means no taper."""
+  if taper is None or step <= taper.start:
+    return NORM
+  return TAPER if step < taper.end else SCALE
+
+
+def learning_rate(
+  peak: float, final: float, warmup_steps: int, total_steps: int
+) -> optax.Schedule:
+  """Linear warm-up to `peak` at step k = warmup_steps, then cosine to `final`.
+
+  Source: arXiv:2602.10408 (v1), section 5.1: the rate reaches `final` at the
+  last step. The schedule takes k, counted from 1.
+  """
+
+  def schedule(step):
+    step = jnp.float32(step)
+    warm = step / max(warmup_steps, 1)
+    span = max(total_steps - warmup_steps, 1)
+    done = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
+    cosine = final + (peak - final) * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+    return jnp.where(step < warmup_steps, peak * warm, cosine)
+
+  return schedule

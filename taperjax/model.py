@@ -1,0 +1,307 @@
+"""The decoder-only pre-norm transformer, one module for both families.
+
+Tensors end in their axes, one letter each: B batch, L query length, M cache
+length, D model width, H heads, G key/value heads, K head size, F MLP width,
+V vocabulary, N layers, S norm sites (2 N + 1).
+
+Parameters, with every kernel stored (in, out):
+
+    embed/embedding (V, D)          position_embed/embedding (M, D)  [learned]
+    block_n/attn_norm/scale, bias, taper_scale (D,)
+    block_n/attn/{q,k,v,o}/kernel, bias
+    block_n/mlp_norm/...            block_n/mlp/{gate,up,down}/kernel, bias
+    final_norm/...                  head/kernel (D, V), bias         [untied]
+
+With `scan_layers` the blocks are one tree, `blocks`, with a leading axis N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from taperjax import attention, norms
+from taperjax.config import ModelConfig
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def _normal(std: float):
+  return nn.initializers.normal(stddev=std)
+
+
+class Linear(nn.Module):
+  """x W + b over the last `in_axes` axes, in the compute dtype."""
+
+  features: tuple[int, ...]
+  in_axes: int
+  use_bias: bool
+  std: float
+  dtype: Any
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    inputs = x.shape[x.ndim - self.in_axes :]
+    kernel = self.param(
+      "kernel", _normal(self.std), (*inputs, *self.features), jnp.float32
+    )
+    contract = tuple(range(x.ndim - self.in_axes, x.ndim))
+    y = jax.lax.dot_general(
+      x.astype(self.dtype),
+      kernel.astype(self.dtype),
+      ((contract, tuple(range(self.in_axes))), ((), ())),
+    )
+    if self.use_bias:
+      bias = self.param(
+        "bias", nn.initializers.zeros, self.features, jnp.float32
+      )
+      lead = (1,) * (y.ndim - bias.ndim)
+      y = y + bias.astype(self.dtype).reshape(lead + bias.shape)
+    return y
+
+
+class Attention(nn.Module):
+  """Causal self-attention with grouped key/value heads."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BLD, position_BL, cache):
+    cfg = self.config
+    dtype = jnp.dtype(cfg.compute_dtype)
+
+    def project(name, heads):
+      shape, bias = (heads, cfg.head_dim), name in cfg.biases
+      return Linear(shape, 1, bias, cfg.init_std, dtype, name=name)(x_BLD)
+
+    q_BLHK = project("q", cfg.num_heads)
+    k_BLGK = project("k", cfg.num_kv_heads)
+    v_BLGK = project("v", cfg.num_kv_heads)
+    if cfg.positions == "rope":
+      turn = (position_BL, cfg.rope_theta, cfg.rotary_dim)
+      q_BLHK = attention.rotary(q_BLHK, *turn)
+      k_BLGK = attention.rotary(k_BLGK, *turn)
+    if cache is None:
+      out_BLHK = attention.causal_attention(q_BLHK, k_BLGK, v_BLGK)
+    else:
+      out_BLHK, cache = attention.cached_attention(
+        q_BLHK, k_BLGK, v_BLGK, cache, position_BL
+      )
+    std, bias = cfg.residual_std, "o" in cfg.biases
+    out_BLD = Linear((cfg.embed_dim,), 2, bias, std, dtype, name="o")(out_BLHK)
+    return out_BLD, cache
+
+
+class MLP(nn.Module):
+  """SwiGLU, or GELU with one input projection."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BLD):
+    cfg = self.config
+    dtype = jnp.dtype(cfg.compute_dtype)
+
+    def linear(name, width, std):
+      return Linear((width,), 1, name in cfg.biases, std, dtype, name=name)
+
+    up_BLF = linear("up", cfg.mlp_dim, cfg.init_std)(x_BLD)
+    if cfg.mlp == "swiglu":
+      gate_BLF = linear("gate", cfg.mlp_dim, cfg.init_std)(x_BLD)
+      hidden_BLF = jax.nn.silu(gate_BLF) * up_BLF
+    else:
+      hidden_BLF = jax.nn.gelu(up_BLF, approximate=cfg.mlp == "gelu_tanh")
+    return linear("down", cfg.embed_dim, cfg.residual_std)(hidden_BLF)
+
+
+class Block(nn.Module):
+  """H1 = H0 + Attn(Norm(H0)); H2 = H1 + MLP(Norm(H1)). Paper section 3.1."""
+
+  config: ModelConfig
+  phase: str
+
+  @nn.compact
+  def __call__(self, h_BLD, c_2, cache, gate, position_BL, mask_BL):
+    cfg = self.config
+
+    def norm(name):
+      mode, eps = cfg.internal_norm, cfg.norm_eps
+      return norms.Norm(cfg.norm, mode, eps, self.phase, name=name)
+
+    x_BLD, attn_sums_2 = norm("attn_norm")(h_BLD, gate, c_2[0], mask_BL)
+    out_BLD, cache = Attention(cfg, name="attn")(x_BLD, position_BL, cache)
+    h_BLD = h_BLD + out_BLD
+    x_BLD, mlp_sums_2 = norm("mlp_norm")(h_BLD, gate, c_2[1], mask_BL)
+    h_BLD = h_BLD + MLP(cfg, name="mlp")(x_BLD)
+    return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache)
+
+
+class Transformer(nn.Module):
+  """Logits, or the input of the head, of a token sequence."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens_BL: jax.Array,
+    *,
+    gate: float | jax.Array = 1.0,
+    c: jax.Array | None = None,
+    mask_BL: jax.Array | None = None,
+    cache: Cache | None = None,
+    position_BL: jax.Array | None = None,
+    output: str = "logits",
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Runs the model.
+
+    Args:
+      tokens_BL: token ids, int32.
+      gate: g of every tapered norm. A Python 1.0 or 0.0 builds one branch
+        only; an array builds both. Ignored by a model without tapers.
+      c: calibrated factors by site, (S,); needed where gate is not 1.0.
+      mask_BL: weight of each token; when given, the norm phase collects the
+        calibration sums.
+      cache: keys and values of earlier tokens, from `init_cache`.
+      position_BL: positions of the tokens; 0..L-1 when left out.
+      output: "logits" (float32), or "hidden" for the input of the head.
+
+    Returns:
+      logits_BLV or hidden_BLD, and a dict: `scale_BL`, s(h) of the stream
+      before the final norm, float32 (PAPER section 2.7: r for RMSNorm, sigma
+      for LayerNorm); `sums_S2`, calibration sums by site; `cache`.
+    """
+    cfg = self.config
+    tapers = "taper" in (cfg.internal_norm, cfg.final_norm)
+    phase = norms.phase_of(gate if tapers else 1.0)
+    if c is None:
+      if phase != norms.gate_lib.NORM:
+        raise ValueError("a tapered model needs c where the gate is below 1")
+      c = jnp.zeros((2 * cfg.num_layers + 1,), jnp.float32)
+    if position_BL is None:
+      steps_L = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)
+      position_BL = jnp.broadcast_to(steps_L[None, :], tokens_BL.shape)
+    dtype = jnp.dtype(cfg.compute_dtype)
+    embedding_VD = nn.Embed(
+      cfg.vocab_size,
+      cfg.embed_dim,
+      embedding_init=_normal(cfg.init_std),
+      dtype=dtype,
+      name="embed",
+    )
+    h_BLD = embedding_VD(tokens_BL)
+    if cfg.positions == "learned":
+      h_BLD = h_BLD + nn.Embed(
+        cfg.context_len,
+        cfg.embed_dim,
+        embedding_init=_normal(cfg.init_std),
+        dtype=dtype,
+        name="position_embed",
+      )(position_BL)
+
+    c_N2, c_final = c[:-1].reshape(cfg.num_layers, 2), c[-1]
+    if cfg.scan_layers:
+      if cache is not None:
+        raise ValueError("decoding runs unrolled: use unstack_layers first")
+      blocks = nn.scan(
+        Block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+        length=cfg.num_layers,
+      )(cfg, phase, name="blocks")
+      h_BLD, (sums_N22, _) = blocks(
+        h_BLD, c_N2, None, gate, position_BL, mask_BL
+      )
+      caches = None
+    else:
+      sums, caches = [], []
+      for n in range(cfg.num_layers):
+        block = Block(cfg, phase, name=f"block_{n}")
+        past = None if cache is None else cache[n]
+        h_BLD, (sums_22, past) = block(
+          h_BLD, c_N2[n], past, gate, position_BL, mask_BL
+        )
+        sums.append(sums_22)
+        caches.append(past)
+      sums_N22 = jnp.stack(sums)
+      caches = None if cache is None else tuple(caches)
+
+    measure = norms.rms_scale if cfg.norm == "rms" else norms.layer_scale
+    scale_BL = measure(h_BLD, cfg.norm_eps)[..., 0]
+    h_BLD, final_sums_2 = norms.Norm(
+      cfg.norm, cfg.final_norm, cfg.norm_eps, phase, name="final_norm"
+    )(h_BLD, gate, c_final, mask_BL)
+    sums_S2 = jnp.concatenate([sums_N22.reshape(-1, 2), final_sums_2[None, :]])
+    aux = {"scale_BL": scale_BL, "sums_S2": sums_S2, "cache": caches}
+    if not cfg.tied:
+      head = Linear(
+        (cfg.vocab_size,), 1, "head" in cfg.biases, cfg.init_std, dtype,
+        name="head",
+      )
+    if output == "hidden":
+      if not cfg.tied and self.is_initializing():
+        head(h_BLD)
+      return h_BLD, aux
+    if cfg.tied:
+      logits_BLV = jax.lax.dot_general(
+        h_BLD,
+        embedding_VD.embedding.astype(dtype),
+        (((2,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+      )
+      return logits_BLV, aux
+    return head(h_BLD).astype(jnp.float32), aux
+
+
+def head_weights(
+  params: dict, config: ModelConfig
+) -> tuple[jax.Array, jax.Array | None]:
+  """The head as (kernel_DV, bias_V or None), tied or not, float32."""
+  if config.tied:
+    return params["embed"]["embedding"].T, None
+  return params["head"]["kernel"], params["head"].get("bias")
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> dict:
+  """Fresh parameters: N(0, init_std^2), residual outputs / sqrt(2 N).
+
+  The embedding's 0.02 is derived from the paper's Fig. 3, the rest is [U]
+  (PAPER section 11, row 11) and follows GPT-2's habit.
+  """
+  tokens_BL = jnp.zeros((1, 1), jnp.int32)
+  return Transformer(config).init(key, tokens_BL)["params"]
+
+
+def init_cache(config: ModelConfig, batch_size: int, length: int) -> Cache:
+  """Empty keys and values for every layer, in the compute dtype."""
+  shape = (batch_size, length, config.num_kv_heads, config.head_dim)
+  empty = lambda: jnp.zeros(shape, jnp.dtype(config.compute_dtype))
+  return tuple((empty(), empty()) for _ in range(config.num_layers))
+
+
+def unstack_layers(
+  params: dict, config: ModelConfig
+) -> tuple[dict, ModelConfig]:
+  """The same model with one tree for each layer, as decoding wants it."""
+  if not config.scan_layers:
+    return params, config
+  params = dict(params)
+  stacked = params.pop("blocks")
+  for n in range(config.num_layers):
+    params[f"block_{n}"] = jax.tree.map(lambda x, n=n: x[n], stacked)
+  return params, config.replace(scan_layers=False)
+
+
+def count_params(params: dict) -> tuple[int, int]:
+  """(parameters of the model, gamma~ apart: `params_taper`)."""
+  total, taper = 0, 0
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if path[-1].key == "taper_scale":
+      taper += leaf.size
+    else:
+      total += leaf.size
+  return total, taper

@@ -1,0 +1,219 @@
+"""The train step, the evaluation step and calibration: pure and jitted.
+
+Axes: B batch, L context length, N layers, S norm sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from taperjax import calibration, losses, model, state
+from taperjax import gate as gate_lib
+from taperjax.config import Config, ModelConfig
+from taperjax.state import TrainState
+
+# Fig. 4 of the paper groups gradients by these matrices.
+WEIGHT_TYPES = {
+  "qkv": (("attn", "q"), ("attn", "k"), ("attn", "v")),
+  "attn_out": (("attn", "o"),),
+  "mlp_in": (("mlp", "gate"), ("mlp", "up")),
+  "mlp_out": (("mlp", "down"),),
+}
+
+
+def _sums(params, config, gate, c, tokens_BL1, mask_BL, collect):
+  """Token sums of one batch: nll, logit norm, s(h), and the scale errors."""
+  mask_BL = mask_BL.astype(jnp.float32)
+  hidden_BLD, aux = model.Transformer(config).apply(
+    {"params": params},
+    tokens_BL1[:, :-1],
+    gate=gate,
+    c=c,
+    mask_BL=mask_BL if collect else None,
+    output="hidden",
+  )
+  kernel_DV, bias_V = model.head_weights(params, config)
+  nll, logit_norm = losses.token_cross_entropy(
+    hidden_BLD.reshape(-1, config.embed_dim),
+    kernel_DV.astype(hidden_BLD.dtype),
+    bias_V,
+    tokens_BL1[:, 1:].reshape(-1),
+    mask_BL.reshape(-1),
+  )
+  return nll, logit_norm, aux
+
+
+def make_train_step(
+  config: Config, phase: str
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+  """One optimizer step of a phase: norm, taper or scale (DESIGN section 4).
+
+  The gate is computed from the step, used, and put in the state. Statistics
+  are collected in the norm phase of a tapered run, one sample for each step
+  from the forward pass before the update. The scale loss joins the
+  cross-entropy in one backward pass, after taper start only.
+
+  Returns:
+    step(state, tokens_BL1, mask_BL) -> (state, metrics): tokens hold
+    context_len + 1 ids, mask weighs the L predictions (0 for padding), metrics
+    are float32 scalars on the device. Jitted, the state is donated. With
+    `micro_batches` the batch is walked in parts whose sums, not means, add up.
+  """
+  tx = state.make_tx(config)
+  schedule = state.make_schedule(config)
+  taper_steps = config.taper_steps
+  collect = phase == gate_lib.NORM and config.tapers
+  weight = 0.0
+  if phase != gate_lib.NORM and config.uses_scale_loss:
+    weight = config.taper.scale_loss_weight
+
+  def train_step(state: TrainState, tokens_BL1, mask_BL):
+    k = state.step + 1
+    if phase == gate_lib.TAPER:
+      gate = gate_lib.gate(k, taper_steps)
+    else:
+      gate = 1.0 if phase == gate_lib.NORM else 0.0
+    tokens = jnp.maximum(jnp.sum(mask_BL.astype(jnp.float32)), 1.0)
+
+    def loss_fn(params, tokens_BL1, mask_BL):
+      nll, logit_norm, aux = _sums(
+        params, config.model, gate, state.taper.c, tokens_BL1, mask_BL, collect
+      )
+      mask_BL = mask_BL.astype(jnp.float32)
+      target = state.taper.scale_target
+      error = losses.scale_loss(aux["scale_BL"], target, mask_BL)
+      means = {
+        "loss": nll,
+        "scale_loss": weight * error,
+        "mean_scale": jnp.sum(mask_BL * aux["scale_BL"]),
+        "logit_norm": logit_norm,
+        "sums_S2": aux["sums_S2"],
+      }
+      means = jax.tree.map(lambda x: x / tokens, means)
+      total = means["loss"]
+      if weight:
+        total = total + means["scale_loss"]
+      return total, means
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if config.micro_batches == 1:
+      grads, means = grad_fn(state.params, tokens_BL1, mask_BL)
+    else:
+      split = lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:])
+
+      def add(total, part):
+        part = grad_fn(state.params, *part)
+        return jax.tree.map(jnp.add, total, part), None
+
+      parts = (split(tokens_BL1), split(mask_BL))
+      zero = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(grad_fn, state.params, *(x[0] for x in parts)),
+      )
+      (grads, means), _ = jax.lax.scan(add, zero, parts)
+
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    sums_S2 = means.pop("sums_S2")
+    taper = state.taper
+    if collect:
+      taper = calibration.update(
+        taper,
+        sums_S2[:, 0],
+        sums_S2[:, 1],
+        means["mean_scale"],
+        config.taper.ema_rate,
+      )
+    grad_norm = optax.global_norm(grads)
+    metrics = {
+      **means,
+      "gate": jnp.float32(gate),
+      "learning_rate": schedule(k),
+      "scale_target": taper.scale_target,
+      "grad_norm": grad_norm,
+      "clipped": jnp.float32(grad_norm > config.optimizer.clip_norm),
+      **{f"grad_norm_{k}": v for k, v in grad_norms(grads).items()},
+    }
+    new = state.replace(
+      step=k,
+      params=params,
+      opt_state=opt_state,
+      gate=jnp.float32(gate),
+      taper=taper,
+    )
+    return new, metrics
+
+  return jax.jit(train_step, donate_argnums=0)
+
+
+def grad_norms(grads: dict) -> dict[str, jax.Array]:
+  """Mean l2 norm of the matrices of each weight type, over layers.
+
+  The paper plots "mean gradient norms by weight type" (Fig. 4); that the mean
+  runs over single matrices is our reading.
+  """
+  found = {name: [] for name in WEIGHT_TYPES}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    keys = tuple(part.key for part in path)
+    for name, members in WEIGHT_TYPES.items():
+      if keys[-3:-1] in members and keys[-1] == "kernel":
+        stacked = keys[0] == "blocks"
+        axes = tuple(range(1, leaf.ndim)) if stacked else None
+        found[name].append(jnp.sqrt(jnp.sum(leaf * leaf, axis=axes)))
+  return {
+    name: jnp.mean(jnp.stack([jnp.mean(norm) for norm in norms]))
+    for name, norms in found.items()
+  }
+
+
+def make_eval_step(
+  config: ModelConfig,
+) -> Callable[..., dict[str, jax.Array]]:
+  """Token sums of one batch at a gate, for `evaluate`.
+
+  Returns:
+    eval_step(params, c_S, gate, tokens_BL1, mask_BL) -> dict of float32 sums:
+    nll, logit_norm, scale, tokens. Jitted; a Python gate 1.0 or 0.0 compiles
+    its branch alone, an array serves every gate between.
+  """
+
+  def eval_step(params, c_S, gate, tokens_BL1, mask_BL):
+    nll, logit_norm, aux = _sums(
+      params, config, gate, c_S, tokens_BL1, mask_BL, collect=False
+    )
+    mask_BL = mask_BL.astype(jnp.float32)
+    return {
+      "nll": nll,
+      "logit_norm": logit_norm,
+      "scale": jnp.sum(mask_BL * aux["scale_BL"]),
+      "tokens": jnp.sum(mask_BL),
+    }
+
+  fixed = jax.jit(eval_step, static_argnums=2)
+  traced = jax.jit(eval_step)
+
+  def call(params, c_S, gate, tokens_BL1, mask_BL):
+    run = fixed if isinstance(gate, float) and gate in (0.0, 1.0) else traced
+    return run(params, c_S, gate, tokens_BL1, mask_BL)
+
+  return call
+
+
+def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
+  """Taper start: c and s_tgt are frozen, gamma~ <- gamma.
+
+  Runs once, after the optimizer step k_s (PAPER sections 2.4-2.5 and 11, row
+  3). Jitted, so gamma~ is a copy of gamma and never the same buffer; the
+  state is donated.
+  """
+
+  def calibrate(state: TrainState) -> TrainState:
+    taper = calibration.solve(state.taper, config.taper.ema_rate)
+    params = calibration.copy_gains(state.params)
+    return state.replace(taper=taper, params=params)
+
+  return jax.jit(calibrate, donate_argnums=0)
