@@ -13,11 +13,13 @@ one of itself, and nothing leaves this module unless both agree.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -324,6 +326,7 @@ class Checkpoints:
     """orbax's manager, which saves and deletes but never decides."""
     import orbax.checkpoint as ocp
 
+    _ignore_closed_loops()
     checkpoints = self
 
     class KeepBest(ocp.checkpoint_managers.PreservationPolicy):
@@ -554,3 +557,19 @@ def _quiet() -> Iterator[None]:
     yield
   finally:
     logger.setLevel(level)
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+  """Hides the tracebacks that follow a failed write.
+
+  The writes beside it report to an event loop that orbax has closed by then,
+  from threads, where nothing can be caught.
+  """
+  hook = sys.unraisablehook
+
+  def without_closed_loops(unraisable):
+    if str(unraisable.exc_value) != "Event loop is closed":
+      hook(unraisable)
+
+  sys.unraisablehook = without_closed_loops
