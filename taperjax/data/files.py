@@ -31,6 +31,22 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def lock(folder: pathlib.Path) -> Iterator[None]:
+  """Lets one process at a time work in the folder, where the system can.
+
+  Only to save work: without it (no flock, a read-only folder) atomic writes
+  still keep every file whole.
+  """
+  with contextlib.ExitStack() as stack:
+    with contextlib.suppress(ImportError, OSError):
+      import fcntl
+
+      file = stack.enter_context((folder / ".lock").open("ab"))
+      fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
 def sha256_of_files(paths: Iterable[pathlib.Path]) -> str:
   """Hex sha256 of the contents of the files, one after another."""
   digest = hashlib.sha256()

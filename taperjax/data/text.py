@@ -7,7 +7,9 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from taperjax.data import files
 from taperjax.errors import UserError
 
 SEPARATOR = "<|endoftext|>"
@@ -20,6 +22,22 @@ class Source:
   name: str
   files: tuple[pathlib.Path, ...]
   documents: Callable[[], Iterator[str]]
+
+  def identity(self, known: dict[str, Any]) -> dict[str, Any]:
+    """Name, size, times and sha256 of the source, as a JSON object.
+
+    The hash is taken over from `known`, an earlier answer, if all else in it
+    is as before: large files are not read at each start.
+    """
+    stats = [path.stat() for path in self.files]
+    identity = {
+      "source": self.name,
+      "source_size": sum(stat.st_size for stat in stats),
+      "source_mtimes_ns": [stat.st_mtime_ns for stat in stats],
+    }
+    if all(known.get(key) == value for key, value in identity.items()):
+      return {**identity, "source_sha256": known["source_sha256"]}
+    return {**identity, "source_sha256": files.sha256_of_files(self.files)}
 
 
 def file_source(path: str | os.PathLike) -> Source:

@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from taperjax.data import files
 from taperjax.errors import UserError
 
 INFO = "tokenizer_info.json"
+TRAIN_CHARS = 200_000_000  # text that SentencePiece is trained on, at most
 
 
 class Tokenizer:
@@ -223,12 +224,21 @@ def train_sentencepiece(
   Nothing is normalized, blanks and line breaks are pieces like others, and
   what has no piece falls back to bytes, so that every text comes back
   exactly. vocab_size includes `<unk>`, `</s>`, the line break and 256 bytes.
-  There is no `<s>`: nothing in a stream of documents would train it.
+  There is no `<s>`: nothing in a stream of documents would train it. Of a
+  long text the first TRAIN_CHARS characters count, as all lies in memory.
+
+  Raises:
+    UserError: vocab_size does not fit the text, with the nearest that does.
   """
   import sentencepiece
 
   # No piece crosses a line break, so lines are the natural training sentences.
-  lines = (line for text in documents for line in text.split("\n") if line)
+  lines = (
+    line
+    for text in _first_chars(documents, TRAIN_CHARS)
+    for line in text.split("\n")
+    if line
+  )
   model = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
@@ -252,6 +262,15 @@ def train_sentencepiece(
   except RuntimeError as error:
     raise UserError(_vocab_size_message(vocab_size, str(error))) from error
   return SentencePieceTokenizer(model.getvalue())
+
+
+def _first_chars(documents: Iterable[str], limit: int) -> Iterator[str]:
+  """Documents until `limit` characters are reached."""
+  for document in documents:
+    yield document[:limit]
+    limit -= len(document)
+    if limit <= 0:
+      return
 
 
 def _vocab_size_message(vocab_size: int, error: str) -> str:

@@ -73,9 +73,9 @@ def prepare(
   folder = pathlib.Path(folder)
   found, reason = _open(folder, name, verify)
   meta = found.meta if found else {}
-  identity = _identity(source, meta)
+  identity = source.identity(meta)
   expect = {} if rebuild or not expect else expect
-  _check_expected(
+  check_expected(
     source,
     expect,
     {**identity, "tokenizer_fingerprint": tokenizer.fingerprint},
@@ -91,7 +91,7 @@ def prepare(
     found = load_tokens(folder, name)
   elif identity["source_mtimes_ns"] != meta["source_mtimes_ns"]:
     _write_meta(folder, name, {**meta, **identity})  # hash no more next time
-  _check_expected(source, expect, found.hashes)
+  check_expected(source, expect, found.hashes)
   return found
 
 
@@ -137,21 +137,6 @@ def _open(
   return TokenFile(np.memmap(path, dtype, "r"), path, meta), None
 
 
-def _identity(source: text.Source, meta: dict[str, Any]) -> dict[str, Any]:
-  """Size, times and sha256 of the source; the hash from `meta` if it can."""
-  stats = [path.stat() for path in source.files]
-  identity = {
-    "source": source.name,
-    "source_size": sum(stat.st_size for stat in stats),
-    "source_mtimes_ns": [stat.st_mtime_ns for stat in stats],
-  }
-  if all(meta.get(key) == value for key, value in identity.items()):
-    digest = meta["source_sha256"]
-  else:
-    digest = files.sha256_of_files(source.files)
-  return {**identity, "source_sha256": digest}
-
-
 def _difference(
   meta: dict[str, Any],
   source: text.Source,
@@ -165,20 +150,21 @@ def _difference(
   return None
 
 
-def _check_expected(
+def check_expected(
   source: text.Source, expect: dict[str, str], actual: dict[str, Any]
 ) -> None:
-  for key in expect.keys() & actual.keys():
-    if expect[key] != actual[key]:
-      what = {
-        "source_sha256": "another text",
-        "tokenizer_fingerprint": "another tokenizer",
-        "tokens_sha256": "other tokens",
-      }[key]
+  """Raises a UserError if a hash in both differs: the run had other data."""
+  for key, what in (
+    ("source_sha256", "another text"),
+    ("tokenizer_fingerprint", "another tokenizer"),
+    ("tokens_sha256", "other tokens"),
+  ):
+    now, then = actual.get(key), expect.get(key)
+    if now and then and now != then:
       raise UserError(
         f"data={source.name} gives {what} than the run was started with "
-        f"({key} {actual[key][:8]}, was {expect[key][:8]}); put the old data "
-        "back, or start a new run."
+        f"({key} {now[:8]}, was {then[:8]}); put the old data back, or start "
+        "a new run."
       )
 
 
@@ -222,7 +208,7 @@ def _build(
       num_documents += len(batch)
       num_bytes += size
       progress.update(size)
-    if _identity(source, identity) != identity:
+    if source.identity(identity) != identity:
       raise UserError(
         f"data={source.name} changed while it was read; start again when it "
         "is complete."
