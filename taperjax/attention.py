@@ -27,7 +27,8 @@ def rotary(
   half = rotary_dim // 2
   exponent_R = jnp.arange(half, dtype=jnp.float32) * 2.0 / rotary_dim
   frequency_R = theta**-exponent_R
-  angle_BLR = position_BL[..., None].astype(jnp.float32) * frequency_R
+  position_BL1 = position_BL[..., None].astype(jnp.float32)
+  angle_BLR = position_BL1 * frequency_R[None, None, :]
   cos_BL1R = jnp.cos(angle_BLR)[:, :, None, :]
   sin_BL1R = jnp.sin(angle_BLR)[:, :, None, :]
   x32 = x_BLHK.astype(jnp.float32)
