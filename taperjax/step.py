@@ -128,7 +128,7 @@ def make_train_step(
         means["mean_scale"],
         config.taper.ema_rate,
       )
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     metrics = {
       **means,
       "gate": jnp.float32(gate),
