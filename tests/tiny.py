@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from taperjax import calibration, model, state
 from taperjax import config as config_lib
-from taperjax import model, state
 from taperjax.config import Config, ModelConfig
 
 B, L, H, K, D, F, V = 3, 7, 2, 4, 8, 20, 31
@@ -184,6 +184,14 @@ def mask(batch: int = B, length: int = L) -> jax.Array:
 
 
 def train_state(config: Config, seed: int = 0, **changes) -> state.TrainState:
-  """A fresh state with the random parameters of `params`."""
-  fresh = jax.jit(state.create, static_argnums=0)(config, seed)
-  return fresh.replace(params=params(config.model, seed), **changes)
+  """A fresh state, as `state.create` makes it, but for its parameters."""
+  weights = params(config.model, seed)
+  fresh = state.TrainState(
+    step=jnp.zeros((), jnp.int32),
+    params=weights,
+    opt_state=state.make_tx(config).init(weights),
+    gate=jnp.ones((), jnp.float32),
+    taper=calibration.init(2 * config.model.num_layers + 1),
+    key=jax.random.key(seed),
+  )
+  return fresh.replace(**changes)
