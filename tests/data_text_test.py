@@ -1,0 +1,115 @@
+"""Documents from files, and the faults that files have."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from taperjax.data import files, text
+from taperjax.errors import UserError
+
+
+def read(path, content: bytes) -> list[str]:
+  path.write_bytes(content)
+  return list(text.iter_documents(path))
+
+
+@pytest.mark.parametrize(
+  "content, documents",
+  [
+    ("one\n<|endoftext|>\ntwo\n<|endoftext|>\n", ["one", "two"]),
+    ("one<|endoftext|>two", ["one", "two"]),
+    ("one\r\n<|endoftext|>\r\n two \r\n", ["one", " two "]),
+    ("  a\n\n\tb  \n", ["  a\n\n\tb  "]),
+    ("\n<|endoftext|>\n\n<|endoftext|>x", ["x"]),
+    ("\ufeffbom", ["bom"]),
+    ("a <|endoftext> b", ["a <|endoftext> b"]),
+  ],
+)
+def test_txt_documents_lie_between_separators(tmp_path, content, documents):
+  """Only line breaks next to a separator go; all other blanks are text."""
+  assert read(tmp_path / "a.txt", content.encode()) == documents
+
+
+def test_separator_across_read_blocks_is_seen(tmp_path):
+  """Files are read in blocks of 1 MiB; a cut may fall anywhere."""
+  block = 1 << 20
+  for cut in range(14):
+    first = "é" * ((block - cut) // 2) + "y" * ((block - cut) % 2)
+    content = f"{first}<|endoftext|>second"
+    assert read(tmp_path / "a.txt", content.encode()) == [first, "second"]
+  long = "z" * (3 * block + 5)  # a document of more than two blocks
+  assert read(tmp_path / "a.txt", f"{long}<|endoftext|>b".encode()) == [
+    long,
+    "b",
+  ]
+
+
+def test_jsonl_and_parquet_texts_stay_as_they_are(tmp_path):
+  texts = ["\none\n", "zwei ü", "<|endoftext|>"]
+  lines = "\n\n".join(json.dumps({"text": t, "id": 1}) for t in texts)
+  assert read(tmp_path / "a.jsonl", lines.encode()) == texts
+  table = pyarrow.table({"id": [1, 2, 3, 4], "text": [*texts, None]})
+  pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+  assert list(text.iter_documents(tmp_path / "a.parquet")) == texts
+
+
+@pytest.mark.parametrize(
+  "name, content, match",
+  [
+    ("a.csv", b"x", r"data=.*a\.csv is not a \.txt, \.jsonl or \.parquet"),
+    ("a.txt", b"", r"data=.*a\.txt holds no documents"),
+    ("a.txt", b"\n<|endoftext|>\n", "holds no documents"),
+    ("a.txt", b"ab\0c", "not UTF-8 text: byte 0x00 at offset 2;"),
+    (
+      "a.txt",
+      b"ab<|endoftext|>c\xff\0",
+      "not UTF-8 text: byte 0xff at offset 16;",
+    ),
+    ("a.txt", "é".encode("latin1"), "byte 0xe9 at offset 0;"),
+    ("a.jsonl", b'{"text": "a"}\n\xfe', "byte 0xfe at offset 14;"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"t": 1}', 'line 3 is not .* string "text"'),
+    ("a.jsonl", b'{"text": 5}', "line 1 is not"),
+    ("a.jsonl", b"[1]", "line 1 is not"),
+    ("a.jsonl", b"{", "line 1 is not"),
+    ("a.parquet", b"PAR1 no", "cannot be read as parquet"),
+    ("a.parquet", b"", "cannot be read as parquet"),
+  ],
+)
+def test_bad_file_is_told_in_one_line(tmp_path, name, content, match):
+  with pytest.raises(UserError, match=match) as info:
+    read(tmp_path / name, content)
+  assert "\n" not in str(info.value)
+
+
+def test_missing_path_folder_and_column_are_told(tmp_path):
+  with pytest.raises(UserError, match=r"no\.txt does not exist; give"):
+    list(text.iter_documents(tmp_path / "no.txt"))
+  (tmp_path / "d.txt").mkdir()
+  with pytest.raises(UserError, match="is not a .txt"):
+    text.file_source(tmp_path / "d.txt")
+  table = pyarrow.table({"story": ["a"]})
+  pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+  with pytest.raises(UserError, match='has no column "text", only story'):
+    list(text.iter_documents(tmp_path / "a.parquet"))
+
+
+def test_atomic_write_leaves_old_file_after_a_fault(tmp_path):
+  """A half-written file must never be trusted by the next run."""
+  path = tmp_path / "a.bin"
+  path.write_bytes(b"old")
+  with pytest.raises(RuntimeError), files.atomic_write(path) as file:
+    file.write(b"half")
+    raise RuntimeError
+  assert path.read_bytes() == b"old"
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_real_text_gives_all_its_stories(test_data):
+  """The counts that the data's own notes give."""
+  path = test_data / "tinystories" / "valid.txt"
+  documents = list(text.iter_documents(path))
+  assert len(documents) == 1221
+  written = "".join(f"{d}\n<|endoftext|>\n" for d in documents)
+  assert written.encode() == path.read_bytes()

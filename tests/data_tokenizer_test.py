@@ -1,0 +1,260 @@
+"""Tokenizers: every text comes back, and no text spells a special id."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from taperjax.data import corpus, tokenizer as tokenizer_lib
+from taperjax.errors import UserError
+
+TEXTS = [
+  "Once upon a time.\nThere was  a cat,\n\n\ta “fine” one.\n",
+  "  leading and trailing blanks  ",
+  "\r\n tabs\t\tand returns\r",
+  "naïve café, Ærøskøbing, 你好, עברית",
+  "emoji 😀👩‍🚀, NUL \x00 and other \x07 controls",
+  "U+2581 ▁ ▁▁x▁, no-break\u00a0blank, wide\u3000blank, \ufffd",
+  "",
+  " ",
+  "\n",
+]
+SPELLED = ["<|endoftext|>", "<s>", "</s>", "<unk>", "<0x41>", "a<|endoftext|>b"]
+
+
+def train_hf(byte_level: bool) -> bytes:
+  """A tokenizer.json with 300 ids, byte-level or SentencePiece-like."""
+  model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+  special = ["<|endoftext|>"]
+  if byte_level:
+    pre, dec = tokenizers.pre_tokenizers, tokenizers.decoders
+    model.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    model.decoder = dec.ByteLevel()
+    alphabet = pre.ByteLevel.alphabet()
+  else:
+    dec = tokenizers.decoders
+    model.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    model.decoder = dec.Sequence(
+      [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
+    )
+    special = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = []
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=special,
+    initial_alphabet=alphabet,
+    show_progress=False,
+  )
+  model.train_from_iterator(corpus.generate_stories(20, seed=0), trainer)
+  return model.to_str().encode()
+
+
+@pytest.fixture(scope="module")
+def made():
+  """One tokenizer of each kind, by name."""
+  stories = corpus.generate_stories(100, seed=0)
+  return {
+    "bytes": tokenizer_lib.ByteTokenizer(),
+    "sentencepiece": tokenizer_lib.train_sentencepiece(stories, 400),
+    "huggingface": tokenizer_lib.HFTokenizer(train_hf(byte_level=True)),
+  }
+
+
+KINDS = pytest.mark.parametrize(
+  "kind", ["bytes", "sentencepiece", "huggingface"]
+)
+
+
+@KINDS
+def test_every_text_comes_back(made, kind):
+  """Bits per byte and generated text both rest on exact decoding."""
+  for text in TEXTS + SPELLED:
+    assert made[kind].decode(made[kind].encode(text)) == text
+
+
+@KINDS
+def test_batch_is_the_same_as_one_by_one(made, kind):
+  ids = made[kind].encode_batch(TEXTS)
+  assert ids == [made[kind].encode(text) for text in TEXTS]
+  assert made[kind].encode_batch([]) == []
+
+
+@KINDS
+def test_text_never_turns_into_special_ids(made, kind):
+  """A story that spells `</s>` must not end the document."""
+  tok = made[kind]
+  special = set(np.flatnonzero(tok.id_bytes() == 0))
+  assert tok.eos_id in special
+  for text in SPELLED:
+    assert not special.intersection(tok.encode(text))
+
+
+@KINDS
+def test_special_ids_are_dropped_by_decoding(made, kind):
+  tok = made[kind]
+  ids = np.array([tok.eos_id, *tok.encode("a b"), tok.eos_id])
+  assert tok.decode(ids) == "a b"
+
+
+@KINDS
+def test_id_bytes_add_up_to_the_bytes_of_the_text(made, kind):
+  """The denominator of bits per byte."""
+  tok = made[kind]
+  lengths = tok.id_bytes()
+  assert lengths.shape == (tok.vocab_size,)
+  for text in TEXTS + SPELLED:
+    assert lengths[tok.encode(text)].sum() == len(text.encode())
+
+
+def test_id_bytes_of_a_sentencepiece_like_json_add_up():
+  tok = tokenizer_lib.HFTokenizer(train_hf(byte_level=False))
+  text = "Tom saw a cat.\nHe ran home."
+  assert tok.id_bytes()[tok.encode(text)].sum() == len(text)
+  assert tok.bos_id == 0
+  assert tok.eos_id == 1
+
+
+def test_sizes_and_ends(made):
+  assert {kind: tok.vocab_size for kind, tok in made.items()} == {
+    "bytes": 257,
+    "sentencepiece": 400,  # special pieces and bytes included
+    "huggingface": 300,
+  }
+  assert {kind: tok.eos_id for kind, tok in made.items()} == {
+    "bytes": 256,
+    "sentencepiece": 1,
+    "huggingface": 0,
+  }
+  assert all(tok.bos_id is None for tok in made.values())
+
+
+def test_training_is_deterministic_and_silent(made, capfd):
+  """A resumed run may have to train its tokenizer again, bit for bit."""
+  stories = corpus.generate_stories(100, seed=0)
+  again = tokenizer_lib.train_sentencepiece(stories, 400)
+  assert again.fingerprint == made["sentencepiece"].fingerprint
+  other = tokenizer_lib.train_sentencepiece(["the cat sat"] * 9, 275)
+  assert other.fingerprint != again.fingerprint
+  assert capfd.readouterr() == ("", "")
+
+
+def test_long_sentences_are_not_dropped():
+  """SentencePiece's default leaves out lines of more than 4,192 bytes."""
+  text = "walrus " * 2000
+  tok = tokenizer_lib.train_sentencepiece([text], 280)
+  assert len(tok.encode("walrus walrus")) <= 4
+
+
+def test_only_the_first_characters_train(monkeypatch):
+  """Memory stays bounded on texts of gigabytes."""
+  monkeypatch.setattr(tokenizer_lib, "TRAIN_CHARS", 20)
+  first = ["the cat sat ", "the cat sat "]
+  few = tokenizer_lib.train_sentencepiece([*first, "XYZ" * 99], 268)
+  assert (
+    few.fingerprint
+    == (
+      tokenizer_lib.train_sentencepiece(["the cat sat ", "the cat "], 268)
+    ).fingerprint
+  )
+
+
+@pytest.mark.parametrize(
+  "documents, vocab_size, match",
+  [
+    (["the cat sat on the mat"], 5000, r"data\.vocab_size=5000 .* at most \d+"),
+    (["the cat sat on the mat"], 100, r"data\.vocab_size=100 .* at least 26\d"),
+    ([], 300, "cannot be trained .* give a text with words"),
+  ],
+)
+def test_vocab_size_that_does_not_fit_is_told(documents, vocab_size, match):
+  with pytest.raises(UserError, match=match) as info:
+    tokenizer_lib.train_sentencepiece(documents, vocab_size)
+  assert "\n" not in str(info.value)
+
+
+def test_the_proposed_vocab_size_works():
+  with pytest.raises(UserError) as info:
+    tokenizer_lib.train_sentencepiece(["the cat sat on the mat"], 5000)
+  largest = int(str(info.value).split("at most ")[1].split(",")[0])
+  tok = tokenizer_lib.train_sentencepiece(["the cat sat on the mat"], largest)
+  assert tok.vocab_size == largest
+
+
+@KINDS
+def test_saved_tokenizer_loads_the_same(made, kind, tmp_path):
+  tok = made[kind]
+  tok.save(tmp_path / "tok")
+  again = tokenizer_lib.load_tokenizer(tmp_path / "tok")
+  assert (again.kind, again.fingerprint) == (kind, tok.fingerprint)
+  assert again.encode(TEXTS[0]) == tok.encode(TEXTS[0])
+  if kind != "bytes":
+    bare = tokenizer_lib.load_tokenizer(tmp_path / "tok" / tok.model_name)
+    assert bare.fingerprint == tok.fingerprint
+
+
+def test_folder_with_only_a_tokenizer_json_loads(tmp_path):
+  (tmp_path / "tokenizer.json").write_bytes(train_hf(byte_level=True))
+  assert tokenizer_lib.load_tokenizer(tmp_path).kind == "huggingface"
+
+
+def test_wordpiece_is_refused_since_it_loses_blanks():
+  model = json.loads(train_hf(byte_level=True))
+  model["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+  with pytest.raises(UserError, match="decoder that does not keep the text"):
+    tokenizer_lib.HFTokenizer(json.dumps(model).encode())
+
+
+def test_tokenizer_without_an_end_of_text_is_refused():
+  model = train_hf(byte_level=True).replace(b"<|endoftext|>", b"<|other|>")
+  with pytest.raises(UserError, match="no end-of-text token; add one of"):
+    tokenizer_lib.HFTokenizer(model)
+
+
+@pytest.mark.parametrize(
+  "name, content, match",
+  [
+    ("a.json", b"{}", "is not a tokenizer.json"),
+    ("a.json", b"", "is not a tokenizer.json"),
+    ("a.model", b"junk", "is not a SentencePiece model"),
+    ("a.txt", b"", "neither a tokenizer.json nor a .model"),
+  ],
+)
+def test_bad_tokenizer_file_is_told(tmp_path, name, content, match):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(UserError, match=match) as info:
+    tokenizer_lib.load_tokenizer(tmp_path / name)
+  assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("missing", ["tokenizer_info.json", "tokenizer.model"])
+def test_incomplete_folder_is_told(made, tmp_path, missing):
+  made["sentencepiece"].save(tmp_path)
+  (tmp_path / missing).unlink()
+  with pytest.raises(UserError, match="holds no tokenizer|is damaged"):
+    tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_changed_folder_is_told(made, tmp_path):
+  """A model of another training under the old name would give other ids."""
+  made["sentencepiece"].save(tmp_path)
+  other = tokenizer_lib.train_sentencepiece(["the cat sat"] * 9, 275)
+  (tmp_path / "tokenizer.model").write_bytes(other.definition)
+  with pytest.raises(UserError, match="do not belong together; delete"):
+    tokenizer_lib.load_tokenizer(tmp_path)
+  (tmp_path / "tokenizer_info.json").write_text('{"kind": ')
+  with pytest.raises(UserError, match="is damaged"):
+    tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_real_text_comes_back_and_is_counted(test_data):
+  """Real stories hold wrongly decoded quotation marks, among other things."""
+  path = test_data / "tinystories" / "valid.txt"
+  documents = path.read_text(encoding="utf-8").split("<|endoftext|>")[:300]
+  tok = tokenizer_lib.train_sentencepiece(documents, 2000)
+  ids = tok.encode_batch(documents)
+  assert [tok.decode(row) for row in ids] == documents
+  lengths = tok.id_bytes()
+  assert [lengths[row].sum() for row in ids] == [
+    len(document.encode()) for document in documents
+  ]
