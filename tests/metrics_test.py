@@ -123,6 +123,8 @@ def test_resume_equals_never_stopping(tmp_path, tail):
 
 def test_resumed_events_are_there_before_the_first_write(tmp_path):
   write_run(tmp_path, range(1, 6))
+  old = tmp_path / "tensorboard" / "events.out.tfevents.1234567890.host"
+  old.write_bytes(b"of the run that was killed")
   writer = MetricsWriter(tmp_path, resume_step=3)
   assert len(read_events(tmp_path)) == 3 * 2 + 1
   writer.close()
@@ -216,10 +218,6 @@ def test_mean_is_weighted_by_tokens():
   assert mean.value == 2.5
 
 
-def shown(progress) -> list[str]:
-  return progress.getvalue().splitlines()
-
-
 def test_plain_lines_are_few_and_plain(capsys, monkeypatch):
   """A log file must not fill with 4 redraws a second or escape codes."""
   clock = [100.0]
@@ -288,6 +286,8 @@ def test_bar_on_a_terminal_and_lines_on_a_dumb_one(monkeypatch, terminal):
   assert "20/20" in text and "a [story]\n" in text
   assert "left" in text
   assert ("\x1b" in text) == (terminal == "xterm")
+  assert (" 4/20" in text) == (terminal == "xterm")  # resumed, not at 0
+  assert ("step 5/20" in text) == (terminal == "dumb")
 
 
 def test_quiet_shows_lines_only(capsys):
