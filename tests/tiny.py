@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import calibration, model, state
-from taperjax import config as config_lib
+from taperjax import calibration, config as config_lib, model, state
 from taperjax.config import Config, ModelConfig
 
 B, L, H, K, D, F, V = 3, 7, 2, 4, 8, 20, 31
@@ -150,12 +149,10 @@ def params(config: ModelConfig, seed: int = 0) -> dict:
     name = path[-1].key
     if name in ("scale", "taper_scale"):
       value = np.exp(rng.uniform(np.log(0.3), np.log(3.0), leaf.shape))
-    elif name == "bias":
+    elif name == "bias" or name == "embedding":
       value = rng.normal(0.0, 0.3, leaf.shape)
-    elif name == "embedding":
-      value = rng.normal(0.0, 0.4, leaf.shape)
     else:
-      value = rng.normal(0.0, 0.4, leaf.shape)
+      value = rng.normal(0.0, 0.25, leaf.shape)
     return jnp.asarray(value, jnp.float32)
 
   return jax.tree_util.tree_map_with_path(draw, shapes)
@@ -167,7 +164,7 @@ def c(config: ModelConfig, seed: int = 1) -> jax.Array:
   rng = np.random.default_rng(seed)
   values = np.zeros(sites, np.float32)
   tapered = config.tapered_sites
-  values[tapered] = rng.uniform(0.5, 2.0, len(tapered))
+  values[tapered] = rng.uniform(0.5, 1.5, len(tapered))
   return jnp.asarray(values)
 
 
