@@ -63,7 +63,8 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict:
   def draw(path, leaf):
     name = path[-1].key
     if name == "kernel":
-      size = leaf.size // (N if path[0].key == "blocks" else 1)
+      stacked = path[0].key == "blocks"
+      size = leaf.size // (config.num_layers if stacked else 1)
       parent = path[-2].key
       outputs = D if parent in ("o", "down") else None
       inputs = size // outputs if outputs else D
