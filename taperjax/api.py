@@ -1,0 +1,315 @@
+"""The Python interface: load or init, apply, calibrate, fold, generate, ...
+
+All functions take a `Model` and return arrays, numbers or a new `Model`; none
+changes its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from taperjax import (
+  calibration,
+  decode,
+  evaluation,
+  fold as fold_lib,
+  model as model_lib,
+  step as step_lib,
+)
+from taperjax.config import ModelConfig
+from taperjax.data import windows
+from taperjax.data.tokenizer import Tokenizer
+from taperjax.errors import UserError
+from taperjax.saved import Model, load
+
+__all__ = [
+  "Model",
+  "apply",
+  "calibrate",
+  "evaluate",
+  "fold",
+  "generate",
+  "init",
+  "load",
+]
+
+
+def init(
+  config: ModelConfig, seed: int = 0, tokenizer: Tokenizer | None = None
+) -> Model:
+  """A model with fresh parameters; `config.parse(...).model` gives a config."""
+  params = jax.jit(model_lib.init_params, static_argnums=0)(
+    config, jax.random.key(seed)
+  )
+  c_S = np.zeros(2 * config.num_layers + 1, np.float32)
+  return Model(params, config, c_S, gate=1.0, tokenizer=tokenizer)
+
+
+def check_gate(model: Model, gate: float | None) -> float:
+  """The gate to use: the model's own unless told; 0.0 and 1.0 are exact."""
+  gate = float(model.gate if gate is None else gate)
+  if not 0.0 <= gate <= 1.0:
+    raise UserError(f"gate={gate:g} is not between 0 and 1")
+  if not model.tapered:
+    return 1.0
+  if gate < 1.0 and not model.calibrated:
+    raise UserError(
+      f"gate={gate:g} does not exist before calibration (this model is at step "
+      f"{model.step}); use gate 1 or a later checkpoint"
+    )
+  return gate
+
+
+def _gate_argument(gate: float) -> float | jax.Array:
+  """Ends stay Python floats, so that one branch is built; see norms."""
+  return gate if gate in (0.0, 1.0) else jnp.float32(gate)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _logits(config, params, gate, traced_gate, c, tokens_BL):
+  gate = traced_gate if gate is None else gate
+  return model_lib.Transformer(config).apply(
+    {"params": params}, tokens_BL, gate=gate, c=c
+  )[0]
+
+
+def apply(
+  model: Model, tokens_BL: np.ndarray, gate: float | None = None
+) -> jax.Array:
+  """Logits of a batch of token ids, (B, L) to (B, L, V), float32.
+
+  Args:
+    model: any model.
+    tokens_BL: ids below the vocabulary size, L at most the context.
+    gate: of the tapered norms; the model's own unless told.
+  """
+  gate = check_gate(model, gate)
+  tokens_BL = np.asarray(tokens_BL)
+  if tokens_BL.ndim != 2 or tokens_BL.shape[1] > model.config.context_len:
+    raise UserError(
+      f"tokens of shape {tokens_BL.shape} are not (batch, length) with length "
+      f"up to context_len={model.config.context_len}"
+    )
+  _check_ids(model, tokens_BL)
+  fixed = gate if gate in (0.0, 1.0) else None
+  return _logits(
+    model.config,
+    model.params,
+    fixed,
+    jnp.float32(gate),
+    jnp.asarray(model.c),
+    jnp.asarray(tokens_BL, jnp.int32),
+  )
+
+
+def _check_ids(model: Model, ids: np.ndarray) -> None:
+  if ids.size and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
+    raise UserError(
+      f"token ids from {ids.min()} to {ids.max()} do not fit vocabulary "
+      f"{model.config.vocab_size}; use the model's own tokenizer"
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _statistics(config, params, tokens_BL, mask_BL):
+  _, aux = model_lib.Transformer(config).apply(
+    {"params": params},
+    tokens_BL,
+    gate=1.0,
+    mask_BL=mask_BL,
+    output="hidden",
+  )
+  return aux["sums_S2"], jnp.sum(mask_BL * aux["scale_BL"]), jnp.sum(mask_BL)
+
+
+def calibrate(
+  model: Model, batches: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> Model:
+  r"""c, s_tgt and gamma~ <- gamma from a stream of batches; the gate becomes 0.
+
+  Exact sums over all tokens in place of the moving averages of training:
+  c = E[|h gamma|^2 / r] / E[|h gamma|^2] (arXiv:2602.10408 (v1), Eq. 4 and 7),
+  every norm before calibration in place.
+
+  Args:
+    model: with tapered norms (`internal_norm` or `final_norm` "taper").
+    batches: (tokens (B, L) int32, mask (B, L)), as many as you like.
+
+  Returns:
+    The model with c, at gate 0. `meta["scale_target"]` is the mean s(h).
+  """
+  if not model.tapered:
+    raise UserError(
+      "nothing to calibrate: no norm of this model is tapered; set "
+      "internal_norm or final_norm to 'taper' in its config"
+    )
+  sums_S2, scale, tokens = 0.0, 0.0, 0.0
+  for tokens_BL, mask_BL in batches:
+    parts = _statistics(
+      model.config,
+      model.params,
+      jnp.asarray(tokens_BL, jnp.int32),
+      jnp.asarray(mask_BL, jnp.float32),
+    )
+    parts = [np.asarray(part, np.float64) for part in parts]
+    sums_S2, scale, tokens = (
+      sums_S2 + parts[0], scale + parts[1], tokens + parts[2]
+    )
+  if not tokens:
+    raise UserError("nothing to calibrate on: the batches hold no token")
+  num_S, den_S = sums_S2.T / tokens
+  c_S = num_S / (den_S + calibration.CALIBRATION_EPS)
+  return model.replace(
+    params=calibration.copy_gains(model.params),
+    c=c_S.astype(np.float32),
+    gate=0.0,
+    meta={**model.meta, "scale_target": float(scale / tokens)},
+  )
+
+
+def fold(model: Model) -> Model:
+  """The same function without its tapered norms (PAPER section 2.8).
+
+  Raises:
+    UserError: the gate is above 0, nothing is tapered, or it is folded already.
+  """
+  fold_lib.check_foldable(model.gate, model.step, model.config)
+  params, config = fold_lib.fold(model.params, model.c, model.config)
+  return model.replace(params=params, config=config)
+
+
+def generate(
+  model: Model,
+  prompts: Sequence[str],
+  *,
+  max_new: int = 200,
+  gate: float | None = None,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+  window: bool = False,
+) -> list[str]:
+  """Continuations of texts, without the prompts; stops at end of text.
+
+  An empty prompt starts a new text. Arguments as in `decode.generate`.
+  """
+  ids = generate_ids(
+    model,
+    encode_prompts(model, prompts),
+    max_new=max_new,
+    gate=gate,
+    sampling=decode.Sampling(temperature, top_k, top_p),
+    seed=seed,
+    window=window,
+  )
+  return [model.tokenizer.decode(row) for row in ids]
+
+
+def encode_prompts(model: Model, prompts: Sequence[str]) -> list[list[int]]:
+  """Ids of each prompt; end-of-text, which begins a new one, if it is empty."""
+  if model.tokenizer is None:
+    raise UserError("this model has no tokenizer; use generate_ids with ids")
+  rows = model.tokenizer.encode_batch(list(prompts))
+  return [row or [model.tokenizer.eos_id] for row in rows]
+
+
+def generate_ids(
+  model: Model,
+  prompts: list[list[int]],
+  *,
+  max_new: int,
+  gate: float | None = None,
+  sampling: decode.Sampling,
+  seed: int = 0,
+  window: bool = False,
+) -> list[list[int]]:
+  """`generate` on token ids."""
+  return decode.generate(
+    model.params,
+    model.config,
+    prompts,
+    max_new=max_new,
+    sampling=sampling,
+    seed=seed,
+    window=window,
+    **_run_arguments(model, gate),
+  )
+
+
+def stream_ids(
+  model: Model,
+  prompt: list[int],
+  *,
+  max_new: int,
+  gate: float | None = None,
+  sampling: decode.Sampling,
+  seed: int = 0,
+  window: bool = False,
+) -> Iterator[list[int]]:
+  """The same ids as `generate_ids` for one prompt, block by block."""
+  for blocks in decode.generate_stream(
+    model.params,
+    model.config,
+    [prompt],
+    max_new=max_new,
+    sampling=sampling,
+    seed=seed,
+    window=window,
+    **_run_arguments(model, gate),
+  ):
+    yield blocks[0]
+
+
+def _run_arguments(model: Model, gate: float | None) -> dict[str, Any]:
+  stop = () if model.tokenizer is None else (model.tokenizer.eos_id,)
+  return {
+    "gate": _gate_argument(check_gate(model, gate)),
+    "c": jnp.asarray(model.c),
+    "stop_ids": stop,
+  }
+
+
+def evaluate(
+  model: Model,
+  tokens: np.ndarray,
+  *,
+  gate: float | None = None,
+  batch_size: int = 16,
+  max_windows: int | None = None,
+) -> dict[str, float | int | None]:
+  """Token-mean loss of one stream of ids on fixed windows of the context.
+
+  Returns:
+    loss (nats per token), bits_per_byte (None without a tokenizer), tokens,
+    mean_scale, logit_norm; see `evaluation.evaluate`.
+  """
+  batches = windows.eval_batches(
+    tokens,
+    batch_size=batch_size,
+    context_len=model.config.context_len,
+    max_windows=max_windows,
+  )
+  return evaluate_batches(model, batches, gate=gate)
+
+
+def evaluate_batches(
+  model: Model, batches: evaluation.Batches, *, gate: float | None = None
+) -> dict[str, float | int | None]:
+  """`evaluate` on batches of (tokens (B, L + 1), mask (B, L))."""
+  gate = check_gate(model, gate)
+  tokenizer = model.tokenizer
+  return evaluation.evaluate(
+    step_lib.make_eval_step(model.config),
+    model.params,
+    batches,
+    c=jnp.asarray(model.c),
+    gate=_gate_argument(gate),
+    id_bytes=None if tokenizer is None else tokenizer.id_bytes(),
+  )

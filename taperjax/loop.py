@@ -1,0 +1,610 @@
+"""The training run: the only file that holds state.
+
+What lies in a workdir:
+
+    config.json      the whole configuration
+    tokenizer/       what turns text to ids and back
+    data/            token files, unless `data.folder` names another place
+    checkpoints/     train states by step
+    folded/          the model without its norms, and fold.json about it
+    metrics.jsonl    one JSON record a line; tensorboard/ mirrors it
+    summary.json     written last: the run is finished
+    cache/           compiled programs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import signal
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from taperjax import (
+  checkpoint,
+  config as config_lib,
+  decode,
+  evaluation,
+  gate as gate_lib,
+  metrics as metrics_lib,
+  model,
+  saved,
+  state as state_lib,
+  step as step_lib,
+)
+from taperjax.config import Config
+from taperjax.data import windows
+from taperjax.errors import UserError
+from taperjax.summary import commit, print_table, say, versions, write_json
+
+# What a run writes, and all that --overwrite removes.
+OUTPUTS = (
+  "config.json",
+  "tokenizer",
+  "data",
+  "checkpoints",
+  "folded",
+  "metrics.jsonl",
+  "tensorboard",
+  "summary.json",
+  "cache",
+)
+SAMPLING = decode.Sampling(temperature=0.8, top_p=0.95)  # sampled stories
+
+
+def train(
+  config: Config,
+  workdir: str | os.PathLike[str] | None = None,
+  *,
+  overwrite: bool = False,
+  stop_after: int | None = None,
+  compilation_cache: str | os.PathLike[str] | None = None,
+) -> dict[str, Any] | None:
+  """Trains, calibrates, tapers, evaluates and folds; resumes by itself.
+
+  Args:
+    config: from `config.parse`.
+    workdir: made if needed; None makes a dated folder under runs/.
+    overwrite: removes an earlier run in the workdir first.
+    stop_after: saves and stops after this step, to go on another time.
+    compilation_cache: folder of compiled programs; None keeps it in workdir.
+
+  Returns:
+    The summary, as in summary.json; None when stopped before the end.
+
+  Raises:
+    UserError: one line for each mistake that the user can mend.
+  """
+  workdir = _open_workdir(config, workdir, overwrite)
+  cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  with _lock(workdir), _signals() as stop:
+    return Run(config, workdir, stop, stop_after).run()
+
+
+class Run:
+  """One run in one workdir. Read `run` first."""
+
+  def __init__(
+    self,
+    config: Config,
+    workdir: pathlib.Path,
+    stop: list[str],
+    stop_after: int | None,
+  ):
+    self.workdir = workdir
+    self.stop = stop  # names of the signals that came
+    self.stop_after = stop_after
+    self.began = time.monotonic()
+    self.earlier_s = 0.0  # wall time of earlier sittings
+    self.saved_step: int | None = None
+    self.checkpoints = checkpoint.Checkpoints(
+      workdir / "checkpoints", log=say
+    )
+    meta = self._saved_meta()
+    self.data = saved.load_data(
+      config, workdir, expect=meta["data_hashes"] if meta else None
+    )
+    self.config = config.with_vocab(self.data.tokenizer.vocab_size)
+    if meta:
+      _check_same_config(config_lib.to_dict(self.config), meta["config"])
+    write_json(workdir / "config.json", config_lib.to_dict(self.config))
+    self.data.tokenizer.save(workdir / "tokenizer")
+    self.seed = self.config.seeds[0]
+    self.eval_step = step_lib.make_eval_step(self.config.model)
+    self.steps = {}  # compiled train steps by phase
+    # Sums since the last logged step; saved, so that a resumed run logs the
+    # same means as one that never stopped.
+    self.interval = _empty_interval()
+
+  def run(self) -> dict[str, Any] | None:
+    """Norm phase, calibration, taper, scale phase; then fold and summary."""
+    config = self.config
+    self._describe()
+    state = self._restore()
+    first = int(state.step)
+    summary_path = self.workdir / "summary.json"
+    if first == config.steps and summary_path.exists():
+      say(f"finished before: {summary_path}")
+      summary = json.loads(summary_path.read_text(encoding="utf-8"))
+      print_table(summary)
+      return summary
+    self.metrics = metrics_lib.MetricsWriter(
+      self.workdir, resume_step=first if self.saved_step is not None else None
+    )
+    mask_BL = jnp.ones((config.batch_size, config.context_len), jnp.float32)
+    pending = None  # (step, metrics) of the step that the device works on
+    taper_steps = config.taper_steps
+    with (
+      contextlib.closing(self.metrics),
+      contextlib.closing(self.checkpoints),
+      metrics_lib.Progress(config.steps, first) as self.progress,
+    ):
+      self.rate = _Rate(config)
+      for k in range(first + 1, config.steps + 1):
+        train_step = self._step(gate_lib.phase(k, taper_steps))
+        tokens_BL1 = windows.train_batch(
+          self.data.train.tokens,
+          seed=self.seed,
+          step=k,
+          batch_size=config.batch_size,
+          context_len=config.context_len,
+        )
+        state, values = train_step(state, tokens_BL1, mask_BL)
+        if pending is not None:
+          self._log(*pending)  # while the device computes step k
+        pending = (k, values)
+        if taper_steps is not None and k == taper_steps.start:
+          state = self._calibrate(state)
+        last = k == config.steps
+        stopping = bool(self.stop) or k == self.stop_after
+        evaluating = last or k % config.eval.every == 0
+        saving = last or stopping or k % config.checkpoint.every == 0
+        if evaluating or saving:
+          self._log(*pending)  # never evaluate or save what is not finite
+          pending = None
+        valid_loss = self._evaluate(state) if evaluating else None
+        if saving:
+          self._save(state, valid_loss)
+        if evaluating or saving:
+          self.rate.skip()
+        if stopping and not last:
+          self.checkpoints.wait()
+          why = self.stop[0] if self.stop else f"--stop_after={k}"
+          say(f"stopped at step {k} of {config.steps} ({why}); run the same "
+               "command to go on", self.progress)
+          return None
+      self.checkpoints.wait()
+      return self._finish(state)
+
+  def _step(self, phase: str):
+    if phase not in self.steps:
+      self.steps[phase] = step_lib.make_train_step(self.config, phase)
+    return self.steps[phase]
+
+  def _describe(self) -> None:
+    """Prints the resolved values that the config leaves to be derived."""
+    config, data = self.config, self.data
+    total, taper = model.count_params(state_lib.abstract(config).params)
+    lines = [
+      f"workdir {self.workdir}",
+      f"{config.size} {config.variant}, norm {config.norm}, seed {self.seed}: "
+      f"{total:,} parameters and {taper:,} taper gains; vocabulary "
+      f"{data.tokenizer.vocab_size:,}",
+      f"{len(data.train.tokens):,} training tokens, "
+      f"{len(data.valid.tokens):,} for validation; {config.steps:,} steps of "
+      f"{config.batch_size} x {config.context_len} tokens, warm-up "
+      f"{config.warmup_steps}",
+    ]
+    if config.tapers:
+      steps = config.taper_steps
+      aux = config.taper.scale_loss_weight if config.uses_scale_loss else "off"
+      lines.append(
+        f"gate 1 through step {steps.start}, then calibration, 0 from step "
+        f"{steps.end}; EMA rate {config.taper.ema_rate:g}, scale loss {aux}"
+      )
+    for line in lines:
+      say(line)
+
+  def _saved_meta(self) -> dict[str, Any] | None:
+    """Meta of the newest checkpoint that can be read, for early checks."""
+    for step in reversed(self.checkpoints.steps()):
+      with contextlib.suppress(UserError):
+        return self.checkpoints.meta(step)
+    return None
+
+  def _restore(self) -> state_lib.TrainState:
+    """The newest intact state, or a fresh one."""
+    found = self.checkpoints.restore_latest(state_lib.abstract(self.config))
+    if found is None:
+      return jax.jit(state_lib.create, static_argnums=(0, 1))(
+        self.config, self.seed
+      )
+    step, state, meta = found
+    _check_same_config(config_lib.to_dict(self.config), meta["config"])
+    self.saved_step = step
+    self.interval = meta["interval"]
+    self.earlier_s = meta["wall_s"]
+    say(f"resuming at step {step} of {self.config.steps}")
+    return state
+
+  def _log(self, k: int, values: dict[str, jax.Array]) -> None:
+    """Fetches the metrics of step k, checks them, writes every log_every."""
+    config = self.config
+    values = {name: float(v) for name, v in jax.device_get(values).items()}
+    bad = metrics_lib.finite(values)
+    if bad is not None:
+      last = self.saved_step
+      kept = "there is no checkpoint yet" if last is None else (
+        f"the last good checkpoint is step {last}"
+      )
+      self.metrics.write(k, values, "nonfinite")
+      raise UserError(
+        f"{bad}={values[bad]} at step {k} is not finite, training stops; "
+        f"{kept} in {self.checkpoints.folder}: lower optimizer.learning_rate="
+        f"{config.optimizer.learning_rate:g}, or raise optimizer.warmup"
+      )
+    sums = self.interval
+    for name in ("loss", "scale_loss", "clipped"):
+      sums[name] += values[name]
+    sums["count"] += 1
+    self.rate.tick()
+    if k % config.log_every and k != config.steps:
+      if k < config.log_every:  # something to see from the first step on
+        self.progress.update(k, loss=values["loss"], gate=values["gate"])
+      return
+    count = sums["count"]
+    for name in ("loss", "scale_loss", "clipped"):
+      values[name] = sums[name] / count
+    values["clipped_share"] = values.pop("clipped")
+    values["tokens_per_s"] = self.rate.take()
+    self.interval = _empty_interval()
+    self.metrics.write(k, values)
+    self.progress.update(
+      k,
+      loss=values["loss"],
+      gate=values["gate"],
+      tokens_per_s=values["tokens_per_s"],
+    )
+
+  def _calibrate(self, state: state_lib.TrainState) -> state_lib.TrainState:
+    """Taper start: freezes c and the scale target, copies gamma."""
+    state = step_lib.make_calibrate(self.config)(state)
+    k = int(state.step)
+    target = float(state.taper.scale_target)
+    sites = saved.site_factors(self.config.model, state.taper.c)
+    self.metrics.write(
+      k,
+      {"scale_target": target, **{f"c/{s['site']}": s["c"] for s in sites}},
+      "calibration",
+    )
+    values = [site["c"] for site in sites]
+    say(
+      f"calibrated at step {k}: c from {min(values):.4g} to {max(values):.4g} "
+      f"over {len(values)} norms, scale target {target:.4g}",
+      self.progress,
+    )
+    return state
+
+  def _valid_batches(self):
+    config = self.config
+    return windows.eval_batches(
+      self.data.valid.tokens,
+      batch_size=config.eval.batch_size,
+      context_len=config.context_len,
+      max_windows=config.eval.max_windows,
+    )
+
+  def _loss(self, params, c, gate, eval_step=None) -> dict[str, Any]:
+    return evaluation.evaluate(
+      eval_step or self.eval_step,
+      params,
+      self._valid_batches(),
+      c=c,
+      gate=gate,
+      id_bytes=self.data.tokenizer.id_bytes(),
+    )
+
+  def _evaluate(self, state: state_lib.TrainState) -> float:
+    """Validation at the current gate and at g = 0, and a sampled story.
+
+    Returns:
+      The validation loss at the current gate.
+    """
+    k, gate, tapers = int(state.step), float(state.gate), self.config.tapers
+    steps = self.config.taper_steps
+    calibrated = tapers and k >= steps.start
+    fixed = gate in (0.0, 1.0)
+    now = self._loss(
+      state.params, state.taper.c, gate if fixed else state.gate
+    )
+    values = {"valid_loss": now["loss"], "gate": gate}
+    if not tapers:
+      values["valid_loss_g0"] = now["loss"]
+    elif not calibrated:
+      values["valid_loss_g0"] = None  # g = 0 does not exist before calibration
+    elif gate == 0.0:
+      values["valid_loss_g0"] = now["loss"]
+    else:
+      at_zero = self._loss(state.params, state.taper.c, 0.0)
+      values["valid_loss_g0"] = at_zero["loss"]
+    for name in ("bits_per_byte", "mean_scale", "logit_norm"):
+      values[name] = now[name]
+    values["sample"] = self._sample(state, calibrated)
+    self.metrics.write(k, values, "eval")
+    zero = values["valid_loss_g0"]
+    beside = "" if not calibrated else f", {zero:.4f} at gate 0"
+    say(
+      f"step {k}: validation loss {now['loss']:.4f} at gate {gate:.3f}{beside}",
+      self.progress,
+    )
+    say(f"  sample: {values['sample']}", self.progress)
+    self.final_valid = now
+    return now["loss"]
+
+  def _sample(self, state: state_lib.TrainState, calibrated: bool) -> str:
+    """A short story, at g = 0 once calibrated, else at g = 1."""
+    config, tokenizer = self.config, self.data.tokenizer
+    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eos_id]
+    room = config.context_len - len(prompt)
+    if room < 1:
+      raise UserError(
+        f"eval.prompt={config.eval.prompt!r} is {len(prompt)} tokens with "
+        f"context_len={config.context_len}; shorten it"
+      )
+    ids = decode.generate(
+      state.params,
+      config.model,
+      [prompt],
+      max_new=min(config.eval.sample_tokens, room),
+      # An array, so that one compiled program serves the whole run.
+      gate=jnp.float32(0.0 if calibrated else 1.0),
+      c=state.taper.c,
+      sampling=SAMPLING,
+      seed=self.seed,
+      stop_ids=(tokenizer.eos_id,),
+    )
+    return config.eval.prompt + tokenizer.decode(ids[0])
+
+  def _wall(self) -> float:
+    return self.earlier_s + time.monotonic() - self.began
+
+  def _save(self, state: state_lib.TrainState, valid_loss) -> None:
+    k = int(state.step)
+    # Only checkpoints at the final gate compete for best.
+    competes = not self.config.tapers or float(state.gate) == 0.0
+    self.checkpoints.save(
+      k,
+      state,
+      self._meta(state),
+      valid_loss=valid_loss if competes else None,
+    )
+    self.saved_step = k
+
+  def _meta(self, state: state_lib.TrainState) -> dict[str, Any]:
+    k = int(state.step)
+    return {
+      "config": config_lib.to_dict(self.config),
+      "model": config_lib.to_dict(self.config.model),
+      "step": k,
+      "gate": float(state.gate),
+      "scale_target": float(state.taper.scale_target),
+      "seed": self.seed,
+      "next_batch": {"seed": self.seed, "step": k + 1},
+      "data_hashes": self.data.hashes,
+      "interval": self.interval,
+      "wall_s": self._wall(),
+      "commit": commit(),
+      "versions": versions(),
+    }
+
+  def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
+    """Folds, compares, measures decoding, writes and prints the summary."""
+    config = self.config
+    tapers = config.tapers
+    final_gate = float(state.gate)
+    if not hasattr(self, "final_valid"):  # resumed after the last step
+      self._evaluate(state)
+    valid = self.final_valid
+    total, taper_gains = model.count_params(state.params)
+    summary = {
+      "variant": config.variant,
+      "norm": config.norm,
+      "size": config.size,
+      "seed": self.seed,
+      "steps": config.steps,
+      "tokens": config.steps * config.batch_size * config.context_len,
+      "params": total,
+      "params_taper": taper_gains,
+      "params_folded": None,
+      "valid_loss": valid["loss"],
+      "valid_loss_g0": valid["loss"],
+      "valid_loss_folded": None,
+      "bits_per_byte": valid["bits_per_byte"],
+      "valid_tokens": valid["tokens"],
+      "gate": final_gate,
+      "scale_target": float(state.taper.scale_target) if tapers else None,
+      "mean_scale": valid["mean_scale"],
+      "logit_norm": valid["logit_norm"],
+      "c": saved.site_factors(config.model, state.taper.c),
+      "fold": None,
+    }
+    gate = 0.0 if tapers else 1.0
+    if tapers and final_gate > 0.0:
+      raise AssertionError("the last step of a tapered run has gate 0")
+    speed = {"batch_size": 1, "prompt_len": 16, "new_tokens": 64, "repeats": 5}
+    room = config.context_len - speed["prompt_len"]
+    speed["new_tokens"] = max(1, min(speed["new_tokens"], room))
+    speed["prompt_len"] = min(speed["prompt_len"], config.context_len - 1)
+    timed = {}
+    if tapers:
+      say("folding", self.progress)
+      report, folded = saved.write_folded(
+        self.workdir / "folded",
+        saved.Model(
+          params=jax.device_get(state.params),
+          config=config.model,
+          c=jax.device_get(state.taper.c),
+          gate=final_gate,
+          tokenizer=self.data.tokenizer,
+          step=int(state.step),
+          meta=self._meta(state),
+        ),
+        self._valid_batches,
+      )
+      folded_step = step_lib.make_eval_step(folded.config)
+      loss = self._loss(folded.params, None, 1.0, folded_step)
+      summary["params_folded"] = report["params_folded"]
+      summary["valid_loss_folded"] = loss["loss"]
+      summary["fold"] = report["errors"]
+      timed["folded_tokens_per_s"] = decode.tokens_per_second(
+        folded.params, folded.config, gate=1.0, c=None, **speed
+      )
+    timed["unfolded_tokens_per_s"] = decode.tokens_per_second(
+      state.params, config.model, gate=gate, c=state.taper.c, **speed
+    )
+    timed.setdefault("folded_tokens_per_s", None)
+    device = jax.devices()[0]
+    summary |= {
+      "decode": timed | speed,
+      "sample": self._sample(state, tapers),
+      "wall_s": self._wall(),
+      "commit": commit(),
+      "device": f"{device.platform} {device.device_kind}",
+      "cpu_count": os.cpu_count(),
+      "versions": versions(),
+    }
+    write_json(self.workdir / "summary.json", summary)
+    print_table(summary)
+    say(f"wrote {self.workdir}")
+    return summary
+
+
+class _Rate:
+  """Training tokens per second, evaluation and saving left out."""
+
+  def __init__(self, config: Config):
+    self.tokens = config.batch_size * config.context_len
+    self.skip()
+
+  def skip(self) -> None:
+    self.since, self.steps = time.monotonic(), 0
+
+  def tick(self) -> None:
+    self.steps += 1
+
+  def take(self) -> float | None:
+    now = time.monotonic()
+    seconds = now - self.since
+    rate = self.steps * self.tokens / seconds if seconds > 0 else None
+    self.since, self.steps = now, 0
+    return rate
+
+
+def _empty_interval() -> dict[str, float]:
+  return {"loss": 0.0, "scale_loss": 0.0, "clipped": 0.0, "count": 0}
+
+
+def _open_workdir(
+  config: Config, workdir: str | os.PathLike[str] | None, overwrite: bool
+) -> pathlib.Path:
+  """The folder of the run, checked and made; resumes only a run of its own."""
+  if workdir is None:
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    workdir = f"runs/{now}_{config.size}_{config.variant}"
+  path = pathlib.Path(workdir)
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    there = {p.name for p in path.iterdir()} - {".lock"}
+    if there and "config.json" not in there and not there <= set(OUTPUTS):
+      raise UserError(
+        f"workdir={path} holds {sorted(there)[0]!r} and no run of taperjax; "
+        "choose another folder"
+      )
+    if overwrite:
+      for name in OUTPUTS:
+        target = path / name
+        if target.is_dir() and not target.is_symlink():
+          shutil.rmtree(target)
+        else:
+          target.unlink(missing_ok=True)
+    probe = path / ".lock"
+    probe.touch()
+  except OSError as error:
+    raise UserError(
+      f"workdir={path} cannot be written ({error.strerror}); choose a "
+      "writable folder"
+    ) from error
+  return path
+
+
+@contextlib.contextmanager
+def _lock(workdir: pathlib.Path):
+  """One run at a time in a workdir; the system frees it when a run dies."""
+  with (workdir / ".lock").open("w") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      raise UserError(
+        f"workdir={workdir} is in use by another run; wait for it or choose "
+        "another folder"
+      ) from error
+    yield
+
+
+@contextlib.contextmanager
+def _signals():
+  """SIGTERM and Ctrl-C ask the loop to save and stop; a second one insists."""
+  names: list[str] = []
+
+  def note(number, frame):
+    del frame
+    if names:
+      raise KeyboardInterrupt
+    names.append(signal.Signals(number).name)
+    say("stopping after this step; once more to stop at once")
+
+  try:
+    before = {
+      s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)
+    }
+  except ValueError:  # not in the main thread: the caller handles signals
+    before = {}
+  try:
+    yield names
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _check_same_config(now: dict, before: dict) -> None:
+  """Raises with the list of differences between two nested dicts."""
+
+  def flat(fields, prefix=""):
+    for name, value in fields.items():
+      if isinstance(value, dict):
+        yield from flat(value, f"{prefix}{name}.")
+      else:
+        yield prefix + name, value
+
+  now, before = dict(flat(now)), dict(flat(before))
+  different = [
+    f"{name}: saved {before.get(name)!r}, now {now.get(name)!r}"
+    for name in sorted(now.keys() | before.keys())
+    if now.get(name) != before.get(name)
+  ]
+  if different:
+    raise UserError(
+      f"the configuration differs from the saved run in {len(different)} "
+      f"fields ({'; '.join(different)}); restore them, choose another "
+      "--workdir, or start afresh with --overwrite"
+    )

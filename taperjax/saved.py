@@ -1,0 +1,235 @@
+"""Models on disk: open any checkpoint, write a folded one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from taperjax import (
+  calibration,
+  checkpoint,
+  config as config_lib,
+  data as data_lib,
+  fold,
+  model as model_lib,
+)
+from taperjax.data import tokenizer as tokenizer_lib
+from taperjax.errors import UserError
+from taperjax.summary import say, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model and all that is needed to use it.
+
+  Attributes:
+    params: parameter tree, float32.
+    config: its shape; modes "none" where norms are folded.
+    c: calibrated factors by site, (S,); zeros before calibration.
+    gate: gate of the tapered norms, 1.0 for a model without tapers.
+    tokenizer: or None for a model that was made in memory without one.
+    step: optimizer steps done.
+    meta: what was saved beside it: configuration, seed, versions, commit.
+    folder: the checkpoint folder, or None.
+  """
+
+  params: dict
+  config: config_lib.ModelConfig
+  c: jax.Array | np.ndarray
+  gate: float
+  tokenizer: tokenizer_lib.Tokenizer | None = None
+  step: int = 0
+  meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+  folder: pathlib.Path | None = None
+
+  @property
+  def tapered(self) -> bool:
+    return bool(self.config.tapered_sites)
+
+  @property
+  def calibrated(self) -> bool:
+    """Whether g = 0 exists: every tapered site has its factor."""
+    c_S = np.asarray(self.c)
+    return self.tapered and bool(np.all(c_S[self.config.tapered_sites] > 0))
+
+  def replace(self, **changes) -> Model:
+    return dataclasses.replace(self, **changes)
+
+
+def load(
+  path: str | os.PathLike[str], step: int | None = None
+) -> Model:
+  """Opens a workdir, a folder of checkpoints, or one step in it.
+
+  Args:
+    path: a workdir (its training checkpoints), WORKDIR/checkpoints,
+      WORKDIR/folded, or one of these with a step at the end.
+    step: the latest unless told.
+
+  Raises:
+    UserError: no checkpoint there, or a damaged one.
+  """
+  folder, step = _find(pathlib.Path(path), step)
+  step, tree, meta = checkpoint.load_arrays(folder, step)
+  return Model(
+    params=tree["params"],
+    config=config_lib.model_from_dict(meta["model"]),
+    c=tree["taper"]["c"],
+    gate=meta["gate"],
+    tokenizer=_tokenizer(folder),
+    step=step,
+    meta=meta,
+    folder=folder,
+  )
+
+
+def _find(
+  path: pathlib.Path, step: int | None
+) -> tuple[pathlib.Path, int | None]:
+  """The folder of checkpoints that `path` means, and the step."""
+
+  def holds_steps(folder):
+    return folder.is_dir() and any(
+      p.name.isdecimal() and p.is_dir() for p in folder.iterdir()
+    )
+
+  if not path.exists():
+    raise UserError(
+      f"{path} does not exist; give the workdir of a run, for example runs/a"
+    )
+  if path.name.isdecimal() and holds_steps(path.parent):
+    return path.parent, int(path.name) if step is None else step
+  for folder in (path / "checkpoints", path):
+    if holds_steps(folder):
+      return folder, step
+  raise UserError(
+    f"{path} holds no checkpoint; train first, or give the workdir of a run"
+  )
+
+
+def workdir_of(folder: pathlib.Path) -> pathlib.Path | None:
+  """The run that a checkpoint folder belongs to, if there is one."""
+  for parent in (folder, *folder.parents[:2]):
+    if (parent / "config.json").is_file():
+      return parent
+  return None
+
+
+def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
+  for parent in (folder, *folder.parents[:1]):
+    if (parent / "tokenizer").is_dir():
+      return tokenizer_lib.load_tokenizer(parent / "tokenizer")
+  return None
+
+
+def site_factors(
+  config: config_lib.ModelConfig, c_S: jax.Array
+) -> list[dict[str, Any]]:
+  """c by tapered site, with names, in the order of the model."""
+  names = calibration.site_names(config.num_layers)
+  c_S = np.asarray(c_S)
+  return [
+    {"site": names[i], "c": float(c_S[i])} for i in config.tapered_sites
+  ]
+
+
+def run_data(model: Model):
+  """Tokens of the run that a checkpoint belongs to, the very same ones."""
+  workdir = None if model.folder is None else workdir_of(model.folder)
+  if workdir is None:
+    raise UserError(
+      f"{model.folder} lies in no workdir, so its validation text is not "
+      "known; give --data FILE"
+    )
+  config = config_lib.config_from_dict(model.meta["config"])
+  return load_data(config, workdir, expect=model.meta["data_hashes"])
+
+
+def load_data(
+  config: config_lib.Config,
+  workdir: pathlib.Path,
+  expect: dict[str, Any] | None = None,
+) -> data_lib.Data:
+  """Tokenizer and token files of a run; prepared when they are not there."""
+  data = config.data
+  return data_lib.load_data(
+    train=data.train,
+    valid=data.valid,
+    tokenizer=data.tokenizer,
+    vocab_size=data.vocab_size,
+    folder=pathlib.Path(data.folder or workdir / "data"),
+    seed=0,  # the text is the same for every seed of the model
+    corpus_stories=data.corpus_stories,
+    log=say,
+    expect=expect,
+  )
+
+
+def write_folded(
+  folder: pathlib.Path,
+  model: Model,
+  make_batches: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]],
+) -> tuple[dict[str, Any], Model]:
+  """Folds, compares on one batch, and writes `folder` whole or not at all.
+
+  Args:
+    folder: replaced if it is there.
+    model: tapered, at gate 0.
+    make_batches: called after the checks; only its first batch is used.
+
+  Returns:
+    The report (as in folder/fold.json), and the folded model.
+
+  Raises:
+    UserError: the model cannot be folded, or the folder holds something else.
+  """
+  fold.check_foldable(model.gate, model.step, model.config, _taper_end(model))
+  if folder.exists() and not (folder / "fold.json").is_file():
+    raise UserError(
+      f"--out={folder} exists and is no folded model; choose another folder"
+    )
+  params, config = fold.fold(model.params, model.c, model.config)
+  tokens_BL1, mask_BL = next(iter(make_batches()))
+  report = {
+    "errors": fold.compare(
+      model.params, model.c, model.config, params, config, tokens_BL1, mask_BL
+    ),
+    "compared_tokens": int(mask_BL.sum()),
+    "folded": fold.folded_tensors(model.config),
+    "params": model_lib.count_params(model.params)[0],
+    "params_folded": model_lib.count_params(params)[0],
+    "step": model.step,
+  }
+  part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
+  try:
+    with contextlib.closing(checkpoint.Checkpoints(part, log=say)) as saved:
+      saved.save(
+        model.step,
+        {"params": params, "taper": {"c": np.asarray(model.c)}},
+        model.meta | {"model": config_lib.to_dict(config)},
+      )
+      saved.wait()
+    if model.tokenizer is not None:
+      model.tokenizer.save(part / "tokenizer")
+    write_json(part / "fold.json", report)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+  return report, model.replace(params=params, config=config, folder=folder)
+
+
+def _taper_end(model: Model) -> int | None:
+  """First step with gate 0 of the run, if the checkpoint knows its run."""
+  if "config" not in model.meta:
+    return None
+  config = config_lib.config_from_dict(model.meta["config"])
+  return config.taper_steps.end if config.taper_steps else None

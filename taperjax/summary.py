@@ -1,0 +1,101 @@
+"""What a run says of itself: environment, JSON files, the closing table."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from taperjax.metrics import Progress
+
+
+def say(text: str, progress: Progress | None = None) -> None:
+  """Prints a line on standard error, above the progress bar if there is one."""
+  if progress is not None:
+    progress.line(text)
+  else:
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Strict JSON, whole or not at all."""
+  part = path.with_name(f"{path.name}.part-{os.getpid()}")
+  part.write_text(
+    json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+  )
+  part.replace(path)
+
+
+def versions() -> dict[str, str]:
+  """Versions of Python and of the packages that compute."""
+  names = ("taperjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
+           "numpy")
+  found = {"python": platform.python_version()}
+  for name in names:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found
+
+
+def commit() -> str | None:
+  """Commit of the source, with '+' when it was changed; None outside git."""
+  here = pathlib.Path(__file__).resolve().parent
+  def git(*args):
+    done = subprocess.run(
+      ("git", "-C", str(here), *args), capture_output=True, text=True,
+      check=True, timeout=10,
+    )
+    return done.stdout.strip()
+
+  try:
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+  except (OSError, subprocess.SubprocessError):
+    return None
+
+
+def print_table(summary: dict[str, Any]) -> None:
+  """The summary as a table on standard output."""
+  from rich.console import Console
+  from rich.table import Table
+
+  def number(value, form=".4f"):
+    return "-" if value is None else format(value, form)
+
+  s, speed = summary, summary["decode"]
+  table = Table(title=f"{s['size']} {s['variant']}, norm {s['norm']}")
+  for column in ("", "with norms or tapers", "folded"):
+    table.add_column(column, justify="left" if not column else "right")
+  table.add_row(
+    "validation loss (nats per token)",
+    number(s["valid_loss"]),
+    number(s["valid_loss_folded"]),
+  )
+  table.add_row("bits per byte", number(s["bits_per_byte"]), "")
+  table.add_row(
+    "parameters",
+    f"{s['params'] + s['params_taper']:,}",
+    number(s["params_folded"], ","),
+  )
+  table.add_row(
+    "decoding (tokens per second)",
+    number(speed["unfolded_tokens_per_s"], ",.0f"),
+    number(speed["folded_tokens_per_s"], ",.0f"),
+  )
+  if s["fold"]:
+    largest = s["fold"]["max_abs_delta_logit_f32"]
+    table.add_row("largest logit difference", "", f"{largest:.2g}")
+    table.add_row(
+      "same most likely token", "", f"{100 * s['fold']['top1_f32']:.2f} %"
+    )
+  table.add_row("mean logit norm", number(s["logit_norm"], ".1f"), "")
+  table.add_row("wall time (s)", number(s["wall_s"], ".0f"), "")
+  console = Console(stderr=False)
+  console.print(table)
+  console.print("sample: " + s["sample"], markup=False, highlight=False)

@@ -1,0 +1,69 @@
+"""Trains one run: python train.py --config configs/quickstart.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from taperjax.cli import report_errors
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Config file, with its argument: FILE[:ARGUMENT]."
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of the run; a dated one under runs/ if left out."
+)
+_OVERWRITE = flags.DEFINE_bool(
+  "overwrite", False, "Remove an earlier run in the workdir first."
+)
+_STOP_AFTER = flags.DEFINE_integer(
+  "stop_after", None, "Save and stop after this step; run again to go on."
+)
+_CACHE = flags.DEFINE_string(
+  "compilation_cache", None, "Folder of compiled programs; default in workdir."
+)
+_DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of user errors.")
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """absl's parser, with one line for each mistake in place of a traceback."""
+  try:
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+      raise flags.Error(f"stray argument {rest[1]!r}; options start with --")
+    if _CONFIG.value is None:
+      raise flags.Error(
+        "--config is missing; try --config configs/quickstart.py"
+      )
+  except (flags.Error, AttributeError, KeyError, OSError, TypeError,
+          ValueError) as error:
+    if "--debug" in argv:
+      raise
+    text = " ".join(str(error).split())
+    print(f"train.py: error: {text}", file=sys.stderr)
+    sys.exit(2)
+  return rest
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  logging.set_verbosity(logging.ERROR)  # orbax tells every rename
+  with report_errors("train.py", _DEBUG.value):
+    from taperjax import config, loop
+
+    loop.train(
+      config.parse(_CONFIG.value),
+      _WORKDIR.value,
+      overwrite=_OVERWRITE.value,
+      stop_after=_STOP_AFTER.value,
+      compilation_cache=_CACHE.value,
+    )
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=_parse_flags)
