@@ -146,6 +146,13 @@ def test_long_sentences_are_not_dropped():
   assert len(tok.encode("walrus walrus")) <= 4
 
 
+def test_runs_of_blanks_have_pieces():
+  """Indented text would otherwise cost one token for each blank."""
+  text = "\n".join(f"        x{i} = {i}" for i in range(50))
+  tok = tokenizer_lib.train_sentencepiece([text], 300)
+  assert len(tok.encode("        ")) <= 2
+
+
 def test_only_the_first_characters_train(monkeypatch):
   """Memory stays bounded on texts of gigabytes."""
   monkeypatch.setattr(tokenizer_lib, "TRAIN_CHARS", 20)

@@ -1,5 +1,6 @@
 """Windows: which tokens are read, and how often."""
 
+import math
 import subprocess
 import sys
 
@@ -94,16 +95,18 @@ def test_long_files_are_read_everywhere_and_at_the_windows_only():
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_token_but_the_first_is_scored_once(length, batch_size):
   tokens = TOKENS[1 : length + 1]
-  scored, shapes = [], set()
+  scored, shapes, num_batches = [], set(), 0
   for batch, mask in windows.eval_batches(
     tokens, batch_size=batch_size, context_len=7
   ):
+    num_batches += 1
     shapes.add((batch.shape, mask.shape, batch.dtype.name, mask.dtype.name))
     targets, inputs = batch[:, 1:][mask > 0], batch[:, :-1][mask > 0]
     np.testing.assert_array_equal(inputs, targets - 1)
     scored += targets.tolist()
     assert not batch[:, 1:][mask == 0].any()
   assert scored == tokens[1:].tolist()
+  assert num_batches == math.ceil((length - 1) / 7 / batch_size)
   assert shapes == {((batch_size, 8), (batch_size, 7), "int32", "float32")}
 
 
