@@ -13,19 +13,16 @@ import pytest
 from taperjax.data import corpus, text
 
 NUM_STORIES = 500
-PINNED = """There once was a quiet girl named Tess. \
-Tess and Hana were old friends.
-Tess thought about a gift for Hana, who liked every basket. \
-Tess went to the market with her grandpa to find a soft basket. \
-Tess hid the soft basket beside the bridge in the park.
-"I have a surprise for you, Hana!" \
-said Tess. \
-Hana closed her eyes, and Tess gave her the soft basket. \
-Hana was so happy that she danced around the bridge. \
-An orange mouse came to the park and wanted a bit of pie too.
-Tess and Hana smiled and played with the soft basket until the morning was \
-over. \
-Tess learned that it is good to be quiet and to help a friend."""
+PINNED = """There once was a quiet girl named Emma. Emma and Zoe were old friends.
+Emma thought about a gift for Zoe, who liked every basket. Emma went to \
+the market with her grandpa to find a soft basket. Emma hid the soft \
+basket beside the bridge in the park.
+"I have a surprise for you, Zoe!" said Emma. Zoe closed her eyes, and \
+Emma gave her the soft basket. Zoe was so happy that she danced around \
+the bridge. An orange mouse came to the park and wanted a bit of pie \
+too.
+Emma and Zoe smiled and played with the soft basket until the morning \
+was over. Emma learned that it is good to be quiet and to help a friend."""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +79,10 @@ def test_shuffled_words_do_not_parse(sentences):
     (
       '"I lost my red ball in the park," said Mia.',
       '"I lost my red ball in the park" said Mia.',
+    ),
+    (
+      "Tom looked at Mia, and Mia looked at the broken kite.",
+      "Tom looked at Mia, and Anna looked at the broken kite.",
     ),
     ("At last, Mia could sing as well as Tom.", "At last, Mia could sing."),
   ],

@@ -27,10 +27,8 @@ SEPARATOR = text.SEPARATOR
 
 PEOPLE = {
   "A": {
-    "girl": "Lily Mia Anna Sara Ella Rosa Nora Ruby Ivy Maya Zoe Lucy Clara "
-    "Emma Hana Tess",
-    "boy": "Tom Ben Max Sam Leo Tim Jack Finn Omar Noah Eli Hugo Carl Otto "
-    "Dan Raj",
+    "girl": "Lily Mia Anna Sara Ella Rosa Nora Ruby Zoe Emma",
+    "boy": "Tom Ben Max Sam Leo Tim Jack Finn Noah Hugo",
   },
   "G": {"girl": "mom grandma aunt sister", "boy": "dad grandpa uncle brother"},
 }
@@ -40,10 +38,10 @@ PRONOUNS = {
   "boy": {"he": "he", "him": "him", "his": "his", "kid": "boy"},
 }
 WORDS = {
-  "trait": "kind brave shy clever cheerful curious gentle lively quiet funny "
-  "careful polite helpful eager calm happy",
-  "trait2": "kind brave shy clever cheerful curious gentle lively quiet funny "
-  "careful polite helpful eager calm happy",
+  "trait": "kind brave shy clever cheerful curious gentle quiet funny careful "
+  "polite eager calm happy",
+  "trait2": "kind brave shy clever cheerful curious gentle quiet funny careful "
+  "polite eager calm happy",
   "adj": "red blue green yellow big small old new shiny soft orange tiny "
   "round pretty wooden purple striped golden",
   "toy": "ball kite doll truck boat train drum robot puzzle hat scarf book "
@@ -149,7 +147,7 @@ LOST = [
     ),
     (
       '"Thank you, {B}, you found my {adj} {toy}!" said {A}.',
-      '"Here is your {toy}, {A}!" said {B}.',
+      '"Is this your {adj} {toy}, {A}?" asked {B}, and {A} was very happy.',
       "{A} jumped up and down and was happy to have {A_his} {toy} again.",
     ),
   ],
@@ -170,7 +168,7 @@ BROKEN = [
     (
       "{A} looked at the broken {toy} and felt [very|so] sad.",
       '"Oh no, the {adj} {toy} is broken!" said {A}.',
-      "{B} was [very|so] upset about the broken {toy}.",
+      "{A} looked at {B}, and {B} looked at the broken {toy}.",
     ),
   ],
   [
