@@ -13,7 +13,8 @@ import pytest
 from taperjax.data import corpus, text
 
 NUM_STORIES = 500
-PINNED = """There once was a quiet girl named Emma. Emma and Zoe were old friends.
+PINNED = """There once was a quiet girl named Emma. Emma and Zoe were \
+old friends.
 Emma thought about a gift for Zoe, who liked every basket. Emma went to \
 the market with her grandpa to find a soft basket. Emma hid the soft \
 basket beside the bridge in the park.
