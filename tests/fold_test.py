@@ -413,21 +413,23 @@ def reference_report(old, new, targets, mask):
 
 
 def test_compare_measures_what_it_says_on_a_damaged_fold():
-  """Against float64 numpy; the mask leaves out the end of one row."""
+  """Against float64 numpy; the worst token of all is masked."""
   config, params, folded, folded_config = folded_case("layer_gpt2")
   folded = jax.tree.map(lambda x: x, folded)
   noise = np.random.default_rng(5).normal(size=(D, V)).astype(np.float32)
   folded["head"]["kernel"] = folded["head"]["kernel"] + 0.02 * noise
   tokens, mask = random_tokens(), np.ones((B, L), np.float32)
-  mask[1, 4:] = 0
+  old, new = (
+    np.asarray(logits_at_0(p, random_c(), tokens[:, :-1], c))
+    for p, c in ((params, config), (folded, folded_config))
+  )
+  for worst_BL in (np.abs(new - old).max(-1), np.abs(old).max(-1)):
+    mask[np.unravel_index(worst_BL.argmax(), mask.shape)] = 0
+  mask[1, 5:] = 0
   report = fold.compare(
     params, random_c(), config, folded, folded_config, tokens, mask
   )
-  old = logits_at_0(params, random_c(), tokens[:, :-1], config)
-  new = logits_at_0(folded, random_c(), tokens[:, :-1], folded_config)
-  expected = reference_report(
-    np.asarray(old), np.asarray(new), tokens[:, 1:], mask
-  )
+  expected = reference_report(old, new, tokens[:, 1:], mask)
   assert expected["kl"] > 1e-4 and expected["loss_delta"] != 0
   for name, value in expected.items():
     # Float32 sums of some hundred terms.
@@ -450,6 +452,7 @@ def test_compare_of_a_true_fold_is_at_rounding():
   assert report["top1_f32"] == 1.0
   # bfloat16 rounds at 4e-3 of every value; this only says it ran there.
   assert 1e-4 < report["max_abs_delta_logit_bf16"] < 0.3 * scale
+  assert report["logit_scale_bf16"] != report["logit_scale_f32"]
 
 
 def folded_report_arguments():
