@@ -67,16 +67,16 @@ WORDS = {
 
 OPENING = [
   (
-    "Once upon a time, there was a~ {trait} {A_kid} named {A}.",
+    "Once upon a time, there was a~ {trait} child named {A}.",
     "There once was a~ {trait} {A_kid} named {A}.",
     "{A} was a~ {trait} {A_kid} who lived near the {place}.",
-    "In a~ {adj} house near the {place}, there lived a~ {trait} {A_kid} named "
+    "In a~ {adj} house near the {place}, there lived a~ {trait} child named "
     "{A}.",
   ),
   (
     "{A_He} had a~ {trait2} friend named {B}.",
     "{A} had a~ {trait2} friend named {B} who lived by the {place}.",
-    "{A_His} best friend was a~ {trait2} {B_kid} named {B}.",
+    "The best friend of {A} was a~ {trait2} child named {B}.",
     "{A} and {B} were [good|best|old] friends.",
   ),
 ]
