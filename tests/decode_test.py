@@ -186,9 +186,28 @@ def test_seed_row_and_position_each_change_what_is_drawn():
   assert first == run(seed=5)
   assert len({tuple(ids) for ids in first}) == 3
   assert first != run(seed=6)
+  # Continuing a text draws what going on would have drawn.
+  prompts = [[8, *ids[:4]] for ids in first]
+  rest = decode.generate(
+    params, config, prompts, seed=5, **{**common, "max_new": 8}
+  )
+  assert rest == [ids[4:] for ids in first]
+
+
+def test_keys_follow_the_position_in_the_text_not_in_the_window():
+  """All tokens equally likely: what is drawn depends on the keys alone.
+
+  So a window must draw the same as a context that holds the whole text, and
+  neither may repeat itself.
+  """
+  params, config, c = tiny("rms")
   flat = {**params, "embed": {"embedding": params["embed"]["embedding"] * 0}}
-  ids = decode.generate(flat, config, [[8]] * 3, **common)[0]
-  assert len(set(ids)) > 4  # one key for all positions would repeat one token
+  run = lambda config: decode.generate(
+    flat, config, PROMPTS, max_new=45, c=c, sampling=Sampling(1.0), window=True
+  )
+  found = run(config)
+  assert found == run(config.replace(context_len=64))
+  assert all(len(set(ids)) > 15 for ids in found)
 
 
 def reference_distribution(logits, temperature, top_k, top_p):
