@@ -209,14 +209,22 @@ def parse(fields: Mapping[str, Any]) -> Config:
     UserError: one line naming the field, its value, the rule and the remedy.
   """
   fields = _plain(fields)
-  known = {f.name for f in dataclasses.fields(Config)}
-  _check_names(fields, known, "")
+  hints = typing.get_type_hints(Config)
+  _check_names(fields, set(hints), "")
+  groups = {k: v for k, v in hints.items() if dataclasses.is_dataclass(v)}
+  for group, kind in groups.items():
+    if not isinstance(fields[group], Mapping):
+      raise UserError(f"{group}={fields[group]!r} is not a group of fields")
+    known = {f.name for f in dataclasses.fields(kind)}
+    if kind is ModelConfig:
+      known -= _SET_BY_PARSE
+      for name in sorted(_SET_BY_PARSE & set(fields[group])):
+        raise UserError(
+          f"model.{name}={fields[group][name]!r} is set by {name!r} outside "
+          "`model`; remove it here"
+        )
+    _check_names(fields[group], known, group + ".")
   model = dict(fields["model"])
-  for name in _SET_BY_PARSE & set(model):
-    raise UserError(
-      f"model.{name}={model[name]!r} is set by {name!r} outside `model`; "
-      "remove it here"
-    )
   variant = _choice("variant", fields["variant"], tuple(VARIANTS))
   internal, final, _ = VARIANTS[variant]
   model["norm"] = _choice("norm", fields["norm"], ("rms", "layer"))
@@ -230,9 +238,10 @@ def parse(fields: Mapping[str, Any]) -> Config:
   model["vocab_size"] = _vocab_size(data)
   _derive_model(model)
   taper = dict(fields["taper"])
-  if taper.get("ema_rate", 0) is None:
+  if taper["ema_rate"] is None:
     # PAPER section 11, row 17: short warm-ups need the faster average.
-    warmup = round(float(taper["start"]) * int(fields["steps"]))
+    start = _typed(taper["start"], float, "taper.start")
+    warmup = round(start * _typed(fields["steps"], int, "steps"))
     taper["ema_rate"] = 0.1 if warmup < 300 else 0.01
   fields = {**fields, "model": model, "data": data, "taper": taper}
   config = _build(Config, fields, "")
@@ -250,7 +259,8 @@ def _plain(fields):
 
 def _vocab_size(data) -> int:
   """Vocabulary size as far as the config knows it; 0: the tokenizer says."""
-  kind, size = data.get("tokenizer"), data.get("vocab_size")
+  kind = data["tokenizer"]
+  size = _typed(data["vocab_size"], int | None, "data.vocab_size")
   if kind == "sentencepiece":
     if size is None:
       raise UserError(
@@ -268,25 +278,27 @@ def _vocab_size(data) -> int:
 
 def _derive_model(model: dict) -> None:
   """Fills the fields of `model` that are None from the others."""
-  heads, width = model.get("num_heads"), model.get("embed_dim")
-  if model.get("num_kv_heads", 0) is None:
+  heads = _typed(model["num_heads"], int, "model.num_heads")
+  width = _typed(model["embed_dim"], int, "model.embed_dim")
+  if heads < 1:
+    raise UserError(f"model.num_heads={heads} must be above 0")
+  if model["num_kv_heads"] is None:
     model["num_kv_heads"] = heads
-  if isinstance(heads, int) and isinstance(width, int) and heads > 0:
-    if model.get("head_dim", 0) is None:
-      if width % heads:
-        near = sorted({max(heads, width // heads * heads),
-                       (width // heads + 1) * heads})
-        example = " or ".join(map(str, near))
-        raise UserError(
-          f"model.embed_dim={width} is not divisible by "
-          f"model.num_heads={heads}; use a multiple of {heads}, for example "
-          f"{example}"
-        )
-      model["head_dim"] = width // heads
-    if model.get("mlp_dim", 0) is None:
-      model["mlp_dim"] = mlp_dim(width)
-  if model.get("rotary_dim", 0) is None:
-    model["rotary_dim"] = model.get("head_dim")
+  if model["head_dim"] is None:
+    if width % heads:
+      near = sorted({max(heads, width // heads * heads),
+                     (width // heads + 1) * heads})
+      example = " or ".join(map(str, near))
+      raise UserError(
+        f"model.embed_dim={width} is not divisible by "
+        f"model.num_heads={heads}; use a multiple of {heads}, for example "
+        f"{example}"
+      )
+    model["head_dim"] = width // heads
+  if model["mlp_dim"] is None:
+    model["mlp_dim"] = mlp_dim(width)
+  if model["rotary_dim"] is None:
+    model["rotary_dim"] = model["head_dim"]
 
 
 def mlp_dim(width: int) -> int:
@@ -335,7 +347,7 @@ def _typed(value, kind, name: str):
     if not math.isfinite(value):
       raise UserError(f"{name}={value} is not finite; give a number")
     return float(value)
-  if kind is int and number and value == int(value):
+  if kind is int and number and math.isfinite(value) and value == int(value):
     return int(value)
   if kind in (str, bool) and isinstance(value, kind):
     return value
