@@ -149,8 +149,20 @@ def calibrate(
       "nothing to calibrate: no norm of this model is tapered; set "
       "internal_norm or final_norm to 'taper' in its config"
     )
+  if model.gate < 1.0:
+    raise UserError(
+      f"gate={model.gate:g}: this model is past its taper start, and to "
+      "calibrate again would undo its training; calibrate one at gate 1"
+    )
   sums_S2, scale, tokens = 0.0, 0.0, 0.0
   for tokens_BL, mask_BL in batches:
+    if np.shape(tokens_BL) != np.shape(mask_BL):
+      raise UserError(
+        f"tokens of shape {np.shape(tokens_BL)} and mask of shape "
+        f"{np.shape(mask_BL)} differ; give one weight for each token (of a "
+        "window with targets, tokens[:, :-1])"
+      )
+    _check_ids(model, np.asarray(tokens_BL))
     parts = _statistics(
       model.config,
       model.params,
@@ -254,17 +266,16 @@ def stream_ids(
   window: bool = False,
 ) -> Iterator[list[int]]:
   """The same ids as `generate_ids` for one prompt, block by block."""
-  for blocks in decode.generate_stream(
+  return decode.generate_stream(
     model.params,
     model.config,
-    [prompt],
+    prompt,
     max_new=max_new,
     sampling=sampling,
     seed=seed,
     window=window,
     **_run_arguments(model, gate),
-  ):
-    yield blocks[0]
+  )
 
 
 def _run_arguments(model: Model, gate: float | None) -> dict[str, Any]:
@@ -305,10 +316,16 @@ def evaluate_batches(
   """`evaluate` on batches of (tokens (B, L + 1), mask (B, L))."""
   gate = check_gate(model, gate)
   tokenizer = model.tokenizer
+
+  def checked():
+    for tokens_BL1, mask_BL in batches:
+      _check_ids(model, tokens_BL1)
+      yield tokens_BL1, mask_BL
+
   return evaluation.evaluate(
     step_lib.make_eval_step(model.config),
     model.params,
-    batches,
+    checked(),
     c=jnp.asarray(model.c),
     gate=_gate_argument(gate),
     id_bytes=None if tokenizer is None else tokenizer.id_bytes(),
