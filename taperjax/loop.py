@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -27,6 +28,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import (
+  compilation_cache as jax_cache,
+)
 
 from taperjax import (
   checkpoint,
@@ -83,11 +87,15 @@ def train(
   Raises:
     UserError: one line for each mistake that the user can mend.
   """
-  workdir = _open_workdir(config, workdir, overwrite)
+  if stop_after is not None and not 1 <= stop_after < config.steps:
+    raise UserError(
+      f"stop_after={stop_after} must be from 1 to steps - 1 = "
+      f"{config.steps - 1}; leave it out to train to the end"
+    )
+  workdir = _open_workdir(config, workdir)
   cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
-  jax.config.update("jax_compilation_cache_dir", str(cache))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  with _lock(workdir), _signals() as stop:
+  with _lock(workdir), _compilation_cache(cache), _signals() as stop:
+    _remove(workdir, OUTPUTS if overwrite else ())
     return Run(config, workdir, stop, stop_after).run()
 
 
@@ -111,20 +119,24 @@ class Run:
       workdir / "checkpoints", log=say
     )
     meta = self._saved_meta()
+    if meta:  # before any data are made for a run that will not go on
+      # A tokenizer from a file tells its vocabulary later.
+      vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]
+      _check_same_config(config.with_vocab(vocab_size), meta["config"])
     self.data = saved.load_data(
       config, workdir, expect=meta["data_hashes"] if meta else None
     )
     self.config = config.with_vocab(self.data.tokenizer.vocab_size)
-    if meta:
-      _check_same_config(config_lib.to_dict(self.config), meta["config"])
+    self.seed = self.config.seeds[0]
+    self._check_lengths()
     write_json(workdir / "config.json", config_lib.to_dict(self.config))
     self.data.tokenizer.save(workdir / "tokenizer")
-    self.seed = self.config.seeds[0]
     self.eval_step = step_lib.make_eval_step(self.config.model)
     self.steps = {}  # compiled train steps by phase
     # Sums since the last logged step; saved, so that a resumed run logs the
     # same means as one that never stopped.
     self.interval = _empty_interval()
+    self.final_valid: dict[str, Any] | None = None
 
   def run(self) -> dict[str, Any] | None:
     """Norm phase, calibration, taper, scale phase; then fold and summary."""
@@ -138,6 +150,7 @@ class Run:
       summary = json.loads(summary_path.read_text(encoding="utf-8"))
       print_table(summary)
       return summary
+    summary_path.unlink(missing_ok=True)  # of steps that are done once more
     self.metrics = metrics_lib.MetricsWriter(
       self.workdir, resume_step=first if self.saved_step is not None else None
     )
@@ -186,6 +199,25 @@ class Run:
       self.checkpoints.wait()
       return self._finish(state)
 
+  def _check_lengths(self) -> None:
+    """Raises before the first step where a text or the prompt cannot serve."""
+    config, data = self.config, self.data
+    try:
+      part = "train"
+      windows.train_batch(
+        data.train.tokens,
+        seed=self.seed,
+        step=1,
+        batch_size=1,
+        context_len=config.context_len,
+      )
+      part = "valid"
+      next(self._valid_batches())
+    except UserError as error:
+      name = getattr(config.data, part)
+      raise UserError(f"data.{part}={name}: {error}") from error
+    self._prompt()
+
   def _step(self, phase: str):
     if phase not in self.steps:
       self.steps[phase] = step_lib.make_train_step(self.config, phase)
@@ -230,7 +262,7 @@ class Run:
         self.config, self.seed
       )
     step, state, meta = found
-    _check_same_config(config_lib.to_dict(self.config), meta["config"])
+    _check_same_config(self.config, meta["config"])
     self.saved_step = step
     self.interval = meta["interval"]
     self.earlier_s = meta["wall_s"]
@@ -241,18 +273,7 @@ class Run:
     """Fetches the metrics of step k, checks them, writes every log_every."""
     config = self.config
     values = {name: float(v) for name, v in jax.device_get(values).items()}
-    bad = metrics_lib.finite(values)
-    if bad is not None:
-      last = self.saved_step
-      kept = "there is no checkpoint yet" if last is None else (
-        f"the last good checkpoint is step {last}"
-      )
-      self.metrics.write(k, values, "nonfinite")
-      raise UserError(
-        f"{bad}={values[bad]} at step {k} is not finite, training stops; "
-        f"{kept} in {self.checkpoints.folder}: lower optimizer.learning_rate="
-        f"{config.optimizer.learning_rate:g}, or raise optimizer.warmup"
-      )
+    self._check_finite(k, values)
     sums = self.interval
     for name in ("loss", "scale_loss", "clipped"):
       sums[name] += values[name]
@@ -274,6 +295,22 @@ class Run:
       loss=values["loss"],
       gate=values["gate"],
       tokens_per_s=values["tokens_per_s"],
+    )
+
+  def _check_finite(self, k: int, values: dict[str, Any]) -> None:
+    """Stops the run at a NaN or infinity, and says what is left of it."""
+    bad = metrics_lib.finite(values)
+    if bad is None:
+      return
+    last = self.saved_step
+    kept = "there is no checkpoint yet" if last is None else (
+      f"the last good checkpoint is step {last}"
+    )
+    self.metrics.write(k, values, "nonfinite")
+    raise UserError(
+      f"{bad}={values[bad]} at step {k} is not finite, training stops; "
+      f"{kept} in {self.checkpoints.folder}: lower optimizer.learning_rate="
+      f"{self.config.optimizer.learning_rate:g}, or raise optimizer.warmup"
     )
 
   def _calibrate(self, state: state_lib.TrainState) -> state_lib.TrainState:
@@ -339,6 +376,7 @@ class Run:
       values["valid_loss_g0"] = at_zero["loss"]
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
+    self._check_finite(k, values)
     values["sample"] = self._sample(state, calibrated)
     self.metrics.write(k, values, "eval")
     zero = values["valid_loss_g0"]
@@ -354,13 +392,8 @@ class Run:
   def _sample(self, state: state_lib.TrainState, calibrated: bool) -> str:
     """A short story, at g = 0 once calibrated, else at g = 1."""
     config, tokenizer = self.config, self.data.tokenizer
-    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eos_id]
+    prompt = self._prompt()
     room = config.context_len - len(prompt)
-    if room < 1:
-      raise UserError(
-        f"eval.prompt={config.eval.prompt!r} is {len(prompt)} tokens with "
-        f"context_len={config.context_len}; shorten it"
-      )
     ids = decode.generate(
       state.params,
       config.model,
@@ -375,11 +408,26 @@ class Run:
     )
     return config.eval.prompt + tokenizer.decode(ids[0])
 
+  def _prompt(self) -> list[int]:
+    """Ids of the prompt of sampled stories; end-of-text if it is empty."""
+    config, tokenizer = self.config, self.data.tokenizer
+    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eos_id]
+    if len(prompt) >= config.context_len:
+      raise UserError(
+        f"eval.prompt={config.eval.prompt!r} of {len(prompt)} tokens leaves no "
+        f"room in context_len={config.context_len}; shorten it, or raise "
+        "context_len"
+      )
+    return prompt
+
   def _wall(self) -> float:
     return self.earlier_s + time.monotonic() - self.began
 
   def _save(self, state: state_lib.TrainState, valid_loss) -> None:
     k = int(state.step)
+    # The loss of step k was finite, but its update may not be.
+    if not _all_finite((state.params, state.opt_state, state.taper)):
+      self._check_finite(k, {"update": math.nan})
     # Only checkpoints at the final gate compete for best.
     competes = not self.config.tapers or float(state.gate) == 0.0
     self.checkpoints.save(
@@ -412,9 +460,9 @@ class Run:
     config = self.config
     tapers = config.tapers
     final_gate = float(state.gate)
-    if not hasattr(self, "final_valid"):  # resumed after the last step
-      self._evaluate(state)
     valid = self.final_valid
+    if valid is None:  # resumed after the last step: its record is there
+      valid = self._loss(state.params, state.taper.c, final_gate)
     total, taper_gains = model.count_params(state.params)
     summary = {
       "variant": config.variant,
@@ -514,8 +562,15 @@ def _empty_interval() -> dict[str, float]:
   return {"loss": 0.0, "scale_loss": 0.0, "clipped": 0.0, "count": 0}
 
 
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+  """Whether no number in the tree is NaN or infinite."""
+  leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(leaves))
+
+
 def _open_workdir(
-  config: Config, workdir: str | os.PathLike[str] | None, overwrite: bool
+  config: Config, workdir: str | os.PathLike[str] | None
 ) -> pathlib.Path:
   """The folder of the run, checked and made; resumes only a run of its own."""
   if workdir is None:
@@ -524,19 +579,13 @@ def _open_workdir(
   path = pathlib.Path(workdir)
   try:
     path.mkdir(parents=True, exist_ok=True)
-    there = {p.name for p in path.iterdir()} - {".lock"}
-    if there and "config.json" not in there and not there <= set(OUTPUTS):
+    there = {p.name for p in path.iterdir() if ".part-" not in p.name}
+    there -= {".lock"}
+    if "config.json" not in there and not there <= set(OUTPUTS):
       raise UserError(
-        f"workdir={path} holds {sorted(there)[0]!r} and no run of taperjax; "
-        "choose another folder"
+        f"workdir={path} holds {min(there - set(OUTPUTS))!r} and no run of "
+        "taperjax; choose another folder"
       )
-    if overwrite:
-      for name in OUTPUTS:
-        target = path / name
-        if target.is_dir() and not target.is_symlink():
-          shutil.rmtree(target)
-        else:
-          target.unlink(missing_ok=True)
     probe = path / ".lock"
     probe.touch()
   except OSError as error:
@@ -545,6 +594,36 @@ def _open_workdir(
       "writable folder"
     ) from error
   return path
+
+
+def _remove(workdir: pathlib.Path, names: tuple[str, ...]) -> None:
+  """Removes outputs by name, and what a killed run left half-written."""
+  for target in [*workdir.glob("*.part-*"), *(workdir / n for n in names)]:
+    if target.is_dir() and not target.is_symlink():
+      shutil.rmtree(target)
+    else:
+      target.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _compilation_cache(folder: pathlib.Path):
+  """Compiled programs lie in the folder during this run, and only then."""
+  options = {
+    "jax_compilation_cache_dir": str(folder),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+
+  def use(options):
+    for name, value in options.items():
+      jax.config.update(name, value)
+    jax_cache.reset_cache()  # jax asks for the folder only once
+
+  use(options)
+  try:
+    yield
+  finally:
+    use(before)
 
 
 @contextlib.contextmanager
@@ -586,8 +665,8 @@ def _signals():
       signal.signal(number, handler)
 
 
-def _check_same_config(now: dict, before: dict) -> None:
-  """Raises with the list of differences between two nested dicts."""
+def _check_same_config(config: Config, before: dict[str, Any]) -> None:
+  """Raises with the list of differences from a saved configuration."""
 
   def flat(fields, prefix=""):
     for name, value in fields.items():
@@ -596,7 +675,8 @@ def _check_same_config(now: dict, before: dict) -> None:
       else:
         yield prefix + name, value
 
-  now, before = dict(flat(now)), dict(flat(before))
+  now = dict(flat(config_lib.to_dict(config)))
+  before = dict(flat(before))
   different = [
     f"{name}: saved {before.get(name)!r}, now {now.get(name)!r}"
     for name in sorted(now.keys() | before.keys())
@@ -605,6 +685,6 @@ def _check_same_config(now: dict, before: dict) -> None:
   if different:
     raise UserError(
       f"the configuration differs from the saved run in {len(different)} "
-      f"fields ({'; '.join(different)}); restore them, choose another "
+      f"field(s) ({'; '.join(different)}); restore them, choose another "
       "--workdir, or start afresh with --overwrite"
     )
