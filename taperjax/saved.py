@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -78,13 +79,14 @@ def load(
     UserError: no checkpoint there, or a damaged one.
   """
   folder, step = _find(pathlib.Path(path), step)
+  folder = folder.resolve()  # its parents hold what belongs to it
   step, tree, meta = checkpoint.load_arrays(folder, step)
   return Model(
     params=tree["params"],
     config=config_lib.model_from_dict(meta["model"]),
     c=tree["taper"]["c"],
     gate=meta["gate"],
-    tokenizer=_tokenizer(folder),
+    tokenizer=_tokenizer(folder, meta),
     step=step,
     meta=meta,
     folder=folder,
@@ -105,11 +107,13 @@ def _find(
     raise UserError(
       f"{path} does not exist; give the workdir of a run, for example runs/a"
     )
-  if path.name.isdecimal() and holds_steps(path.parent):
-    return path.parent, int(path.name) if step is None else step
   for folder in (path / "checkpoints", path):
     if holds_steps(folder):
       return folder, step
+  if path.name.isdecimal() and not (path / "config.json").exists():
+    if step not in (None, int(path.name)):
+      raise UserError(f"{path} is one step, not step {step}; give one of them")
+    return path.parent, int(path.name)
   raise UserError(
     f"{path} holds no checkpoint; train first, or give the workdir of a run"
   )
@@ -123,10 +127,23 @@ def workdir_of(folder: pathlib.Path) -> pathlib.Path | None:
   return None
 
 
-def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
-  for parent in (folder, *folder.parents[:1]):
-    if (parent / "tokenizer").is_dir():
-      return tokenizer_lib.load_tokenizer(parent / "tokenizer")
+def _tokenizer(
+  folder: pathlib.Path, meta: dict[str, Any]
+) -> tokenizer_lib.Tokenizer | None:
+  """The tokenizer beside a checkpoint, if it is the one it was trained with."""
+  for parent in (folder, folder.parent):
+    path = parent / "tokenizer"
+    if path.is_dir():
+      found = tokenizer_lib.load_tokenizer(path)
+      told = meta.get("data_hashes", {}).get("tokenizer", found.fingerprint)
+      size = meta["model"]["vocab_size"]
+      if found.fingerprint != told or found.vocab_size != size:
+        raise UserError(
+          f"tokenizer {path} with vocabulary {found.vocab_size:,} is not the "
+          f"one that the model in {folder} was trained with (vocabulary "
+          f"{size:,}); put that one back"
+        )
+      return found
   return None
 
 
@@ -198,10 +215,12 @@ def write_folded(
     )
   params, config = fold.fold(model.params, model.c, model.config)
   tokens_BL1, mask_BL = next(iter(make_batches()))
+  errors = fold.compare(
+    model.params, model.c, model.config, params, config, tokens_BL1, mask_BL
+  )
   report = {
-    "errors": fold.compare(
-      model.params, model.c, model.config, params, config, tokens_BL1, mask_BL
-    ),
+    # A model that has diverged may leave float32; JSON has no infinity.
+    "errors": {k: v if math.isfinite(v) else None for k, v in errors.items()},
     "compared_tokens": int(mask_BL.sum()),
     "folded": fold.folded_tensors(model.config),
     "params": model_lib.count_params(model.params)[0],
@@ -209,6 +228,7 @@ def write_folded(
     "step": model.step,
   }
   part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
+  old = folder.with_name(f"{folder.name}.part-old-{os.getpid()}")
   try:
     with contextlib.closing(checkpoint.Checkpoints(part, log=say)) as saved:
       saved.save(
@@ -220,10 +240,12 @@ def write_folded(
     if model.tokenizer is not None:
       model.tokenizer.save(part / "tokenizer")
     write_json(part / "fold.json", report)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():  # whole until its name is free
+      folder.rename(old)
     part.rename(folder)
   finally:
     shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
   return report, model.replace(params=params, config=config, folder=folder)
 
 

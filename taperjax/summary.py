@@ -89,11 +89,11 @@ def print_table(summary: dict[str, Any]) -> None:
     number(speed["folded_tokens_per_s"], ",.0f"),
   )
   if s["fold"]:
-    largest = s["fold"]["max_abs_delta_logit_f32"]
-    table.add_row("largest logit difference", "", f"{largest:.2g}")
-    table.add_row(
-      "same most likely token", "", f"{100 * s['fold']['top1_f32']:.2f} %"
+    largest, top1 = (
+      s["fold"][name] for name in ("max_abs_delta_logit_f32", "top1_f32")
     )
+    table.add_row("largest logit difference", "", number(largest, ".2g"))
+    table.add_row("same most likely token", "", number(top1, ".2%"))
   table.add_row("mean logit norm", number(s["logit_norm"], ".1f"), "")
   table.add_row("wall time (s)", number(s["wall_s"], ".0f"), "")
   console = Console(stderr=False)
