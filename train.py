@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -10,7 +12,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from taperjax.cli import report_errors
+from taperjax.cli import check_config_flags, report_errors
+from taperjax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Config file, with its argument: FILE[:ARGUMENT]."
@@ -32,21 +35,24 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of user errors.")
 
 def _parse_flags(argv: list[str]) -> list[str]:
   """absl's parser, with one line for each mistake in place of a traceback."""
-  try:
-    rest = flags.FLAGS(argv)
+  with report_errors("train.py", "--debug" in argv):
+    if any(re.match("--?help", arg) for arg in argv):
+      return flags.FLAGS(argv)
+    argv, empty = check_config_flags(argv)
+    sys.argv = argv  # ml_collections reads the fields to set from there
+    try:
+      rest = flags.FLAGS(argv)
+      for field in empty:
+        group, _, name = field.rpartition(".")
+        group = operator.attrgetter(group)(_CONFIG.value) if group else (
+          _CONFIG.value
+        )
+        group[name] = None
+    except (flags.Error, AttributeError, KeyError, TypeError,
+            ValueError) as error:
+      raise UserError(str(error)) from error
     if len(rest) > 1:
-      raise flags.Error(f"stray argument {rest[1]!r}; options start with --")
-    if _CONFIG.value is None:
-      raise flags.Error(
-        "--config is missing; try --config configs/quickstart.py"
-      )
-  except (flags.Error, AttributeError, KeyError, OSError, TypeError,
-          ValueError) as error:
-    if "--debug" in argv:
-      raise
-    text = " ".join(str(error).split())
-    print(f"train.py: error: {text}", file=sys.stderr)
-    sys.exit(2)
+      raise UserError(f"stray argument {rest[1]!r}; options start with --")
   return rest
 
 

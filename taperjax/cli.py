@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
+import math
 import os
 import pathlib
+import re
 import runpy
 import sys
 import tempfile
@@ -37,6 +40,98 @@ def report_errors(program: str, debug: bool) -> Iterator[None]:
     sys.exit(130)
 
 
+def load_config(argument: str) -> Any:
+  """The ConfigDict of FILE or FILE:ARGUMENT.
+
+  Raises:
+    UserError: no such file, or whatever its get_config raises, in one line.
+  """
+  path, colon, argument_text = argument.partition(":")
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise UserError(f"config file {path} does not exist; see configs/")
+  # Configs import one another from the folder that holds configs/.
+  folders = [str(file.absolute().parent.parent), os.getcwd()]
+  sys.path[:0] = folders
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    return get_config(argument_text) if colon else get_config()
+  except Exception as error:  # the file is the user's, so is any mistake in it
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    raise UserError(f"config {argument}: {kind}{error}") from error
+  finally:
+    for folder in folders:
+      sys.path.remove(folder)
+
+
+# How a value on the command line is read, and what it is called.
+_READERS = {
+  bool: (lambda text: {"true": 1, "false": 0}[text.lower()], "true or false"),
+  int: (int, "a whole number"),
+  float: (float, "a number"),
+}
+
+
+def check_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+  """Tells mistakes in --config and --config.FIELD=VALUE in one line each.
+
+  Returns:
+    argv without the fields that are set to None, which absl cannot read, and
+    the names of these fields.
+
+  Raises:
+    UserError: no --config, a file that gives no config, or a field or a value
+      that does not fit it.
+  """
+  argument, fields = None, []
+  for flag, following in zip(argv, [*argv[1:], None], strict=True):
+    match = re.fullmatch(r"--?config(?:\.([^=]+))?(?:=(.*))?", flag, re.DOTALL)
+    if match and match[1] is None:
+      argument = following if match[2] is None else match[2]
+    elif match:
+      fields.append((flag, match[1], match[2]))
+  if argument is None:
+    raise UserError("--config is missing; try --config configs/quickstart.py")
+  config = load_config(argument)
+  empty = {}
+  for flag, field, text in fields:
+    kind = _field_type(config, field)
+    if text is None:
+      continue  # the next word, or a bare flag: left to absl
+    if text == "None":
+      empty[flag] = field
+    elif kind in _READERS:
+      read, words = _READERS[kind]
+      try:
+        read(text)
+      except (ValueError, KeyError) as error:
+        raise UserError(f"{field}={text!r} must be {words}") from error
+  return [a for a in argv if a not in empty], list(empty.values())
+
+
+def _field_type(config: Any, field: str) -> type:
+  """The type of a field by its dotted name, which must exist."""
+  node, prefix = config, ""
+  *parents, last = field.partition("[")[0].split(".")
+  for name in [*parents, last]:
+    known = list(node.keys()) if hasattr(node, "keys") else []
+    if name not in known:
+      close = difflib.get_close_matches(name, known, 1, 0.5)
+      hint = f"did you mean {prefix}{close[0]}?" if close else (
+        "the fields are " + ", ".join(sorted(known))
+      )
+      if not known:
+        hint = f"{prefix[:-1]} is a single value"
+      raise UserError(f"{prefix}{name} is not a config field; {hint}")
+    parent, node, prefix = node, node[name], f"{prefix}{name}."
+  if hasattr(node, "keys"):
+    raise UserError(
+      f"{field} is a group of fields; set one of them, for example "
+      f"--config.{field}.{min(node.keys())}"
+    )
+  return parent.get_type(last)
+
+
 def main(argv: list[str] | None = None) -> None:
   """Entry point of the `taperjax` command."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -48,8 +143,15 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.flush()
 
 
+class _Parser(argparse.ArgumentParser):
+  """Tells a mistake in one line, without the usage."""
+
+  def error(self, message: str) -> None:
+    self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog="taperjax", description="Transformers whose norms taper away."
   )
   commands = parser.add_subparsers(dest="command", required=True)
@@ -126,6 +228,7 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
       raise UserError(f"--{name.replace('_', '-')}={value} must be 1 or more")
   model = api.load(args.model, args.step)
   gate = api.check_gate(model, args.gate)
+  shown = f", gate {gate:g}" if model.tapered else ""
   results = []
   for name, batches in _eval_texts(args, model):
     found = api.evaluate_batches(model, batches, gate=gate)
@@ -135,8 +238,9 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
       bits = "" if bits is None else f"  {bits:.4f} bits per byte"
       print(
         f"{name}: {found['loss']:.4f} nats per token{bits}  "
-        f"({found['tokens']:,} tokens, gate {gate:g})"
+        f"({found['tokens']:,} tokens{shown})"
       )
+  gate = gate if model.tapered else None  # norms, or folded: there is none
   return {"step": model.step, "gate": gate, "results": results}
 
 
@@ -153,6 +257,8 @@ def _eval_texts(args, model) -> Iterator[tuple[str, Any]]:
   if args.per_document:
     if not args.data:
       raise UserError("--per-document needs --data FILE")
+    if args.max_windows is not None:
+      raise UserError("--max-windows has no effect with --per-document")
     for path in args.data:
       rows = (tokenizer.encode(t) for t in text.iter_documents(path))
       bos = tokenizer.bos_id
@@ -196,7 +302,9 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
     ),
   )
   if not args.json:
-    errors = report["errors"]
+    errors = {
+      k: math.nan if v is None else v for k, v in report["errors"].items()
+    }
     print(f"wrote {out}")
     for entry in report["folded"]:
       print(f"  {entry['name']}: {entry['formula']}")
@@ -258,6 +366,8 @@ def _stream(model, prompt, ids, options) -> dict[str, Any]:
 def _info(args: argparse.Namespace) -> dict[str, Any]:
   file = args.model.partition(":")[0]
   if file.endswith(".py"):
+    if args.step is not None:
+      raise UserError(f"--step={args.step} has no effect with a config file")
     result = _config_info(args.model)
   else:
     result = _model_info(args.model, args.step)
@@ -274,18 +384,7 @@ def _config_info(argument: str) -> dict[str, Any]:
   """Of a config file, without data, training or files."""
   from taperjax import config as config_lib, state
 
-  path, _, variant = argument.partition(":")
-  if not pathlib.Path(path).is_file():
-    raise UserError(f"config file {path} does not exist; see configs/")
-  sys.path.insert(0, os.getcwd())  # configs import one another
-  try:
-    get_config = runpy.run_path(path)["get_config"]
-    fields = get_config(variant) if variant else get_config()
-  except (KeyError, ValueError) as error:
-    raise UserError(f"config {argument}: {error}") from error
-  finally:
-    sys.path.pop(0)
-  config = config_lib.parse(fields)
+  config = config_lib.parse(load_config(argument))
   if not config.model.vocab_size:
     from taperjax.data import tokenizer
 
