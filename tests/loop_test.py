@@ -1,0 +1,414 @@
+"""Whole runs: stopped anywhere they end the same, and no fault goes unsaid."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+
+import jax
+import pytest
+
+from taperjax import checkpoint, loop, metrics, saved
+from taperjax.errors import UserError
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  return runs.shared_root(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def halves(root):
+  """All runs of STOPS: begun in one process, ended in another one."""
+  runs.tapered(root)  # fills the cache
+  first = runs.process("halves", root, "first")
+  assert first.returncode == 0, first.stderr
+  early = [
+    stop
+    for stop in runs.STOPS
+    if (root / f"stop{stop}" / "summary.json").exists()
+  ]
+  second = runs.process("halves", root, "second")
+  assert second.returncode == 0, second.stderr
+  return early, first.stderr, second.stderr
+
+
+@pytest.fixture
+def copy(root, tmp_path):
+  """A finished run that a test may change."""
+
+  def make(name="tapered"):
+    source = getattr(runs, name)(root)
+    return shutil.copytree(source, tmp_path / name, dirs_exist_ok=True)
+
+  return make
+
+
+def again(workdir, root, **changes):
+  """Starts a run in a workdir that was used before."""
+  options = {"overwrite": changes.pop("overwrite", False)}
+  return loop.train(
+    runs.config(**changes),
+    workdir,
+    compilation_cache=root / "cache",
+    **options,
+  )
+
+
+def every(root):
+  """A run that logs, evaluates and saves at every step."""
+  return runs.finished(
+    root, "every", log_every=1, eval__every=1, checkpoint__every=1
+  )
+
+
+def damage(workdir, step):
+  """Flips bytes in the middle of the largest file of a checkpoint."""
+  files = [p for p in (workdir / "checkpoints" / str(step)).rglob("*")
+           if p.is_file()]
+  path = max(files, key=lambda p: p.stat().st_size)
+  data = bytearray(path.read_bytes())
+  middle = len(data) // 2
+  for i in range(middle, middle + 64):
+    data[i] ^= 0xFF
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize("stop", runs.STOPS)
+def test_run_stopped_and_resumed_in_a_new_process_is_bit_identical(
+  halves, root, stop
+):
+  """k_s - 1, k_s, k_s + 1, in the taper and at gate 0: the promise of resume.
+
+  Stops fall between log records, evaluations and checkpoints, so sums of an
+  interval, the calibration and the batches must all come back.
+  """
+  early, first, second = halves
+  assert not early
+  where = f"run {stop}\n"
+  assert f"stopped at step {stop} of {runs.STEPS}" in first.split(where)[1]
+  assert f"resuming at step {stop} of {runs.STEPS}" in second.split(where)[1]
+  runs.assert_same_run(root / f"stop{stop}", runs.tapered(root))
+
+
+def test_whole_run_loads_neither_tensorflow_nor_torch(halves, root):
+  """Both are large, and no dependency; a TFDS import must not bring them."""
+  del halves
+  for half in ("first", "second"):
+    assert json.loads((root / f"loaded-{half}.json").read_text()) == []
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    runs.BASELINE,
+    {"variant": "internal", "norm": "layer", "model__num_layers": 1},
+  ],
+  ids=["baseline", "layer"],
+)
+def test_other_models_resume_exactly_too(root, request, changes):
+  """A baseline has no phases, LayerNorm has biases: nothing of it is lost."""
+  name = request.node.callspec.id
+  reference = runs.finished(root, name, **changes)
+  assert runs.train(root, f"{name}-stop", 6, **changes) is None
+  assert runs.train(root, f"{name}-stop", **changes) is not None
+  runs.assert_same_run(root / f"{name}-stop", reference)
+
+
+@pytest.fixture
+def held(root, tmp_path):
+  """Starts train.py, which waits before step HOLD; killed at the end."""
+  runs.tapered(root)  # fills the cache
+  config = tmp_path / "configs" / "tiny.py"
+  config.parent.mkdir()
+  config.write_text(runs.CONFIG_FILE)
+  workdir, log = tmp_path / "run", tmp_path / "stderr"
+  path = workdir / "metrics.jsonl"
+  with log.open("wb") as file:
+    child = subprocess.Popen(
+      runs.command(
+        "train",
+        tmp_path,
+        f"--config={config}",
+        f"--workdir={workdir}",
+        f"--compilation_cache={root / 'cache'}",
+      ),
+      cwd=runs.REPOSITORY,
+      stderr=file,
+      stdout=subprocess.DEVNULL,
+    )
+
+  def logged():
+    assert child.poll() is None, log.read_text()
+    return path.exists() and any(
+      r["step"] == 6 for r in metrics.read_metrics(path)
+    )
+
+  runs.wait_for(logged, "the metrics of step 6")
+  saved_5 = workdir / "checkpoints" / "5"
+  runs.wait_for(saved_5.exists, "the checkpoint of step 5")
+  yield child, workdir, log
+  child.kill()
+  child.wait()
+
+
+def test_killed_run_goes_on_from_its_checkpoint(held, root):
+  """kill -9 leaves later metrics and half a line; both are cut back."""
+  child, workdir, _ = held
+  child.kill()
+  child.wait()
+  path = workdir / "metrics.jsonl"
+  assert metrics.read_metrics(path)[-1]["step"] == 6
+  with path.open("a") as file:
+    file.write('{"step": 7, "kind": "tra')
+  (workdir / "folded.part-1").mkdir()
+  _, _, err = runs.quiet(again, workdir, root)
+  assert f"resuming at step 5 of {runs.STEPS}" in err
+  runs.assert_same_run(workdir, runs.tapered(root))
+  assert not list(workdir.glob("*.part-*"))
+
+
+def test_sigterm_saves_and_exits_with_0_and_a_second_run_is_refused(
+  held, root, tmp_path
+):
+  """Schedulers send SIGTERM; two runs in one workdir would mix their files."""
+  child, workdir, log = held
+  before = sorted(p.name for p in workdir.iterdir())
+  for overwrite in (False, True):
+    with pytest.raises(UserError, match="is in use by another run; wait"):
+      again(workdir, root, overwrite=overwrite)
+  assert sorted(p.name for p in workdir.iterdir()) == before
+  child.send_signal(signal.SIGTERM)
+  runs.wait_for(
+    lambda: "stopping after this step" in log.read_text(), "the signal"
+  )
+  (tmp_path / "go").touch()
+  assert child.wait(runs.LIMIT) == 0
+  stopped = f"stopped at step {runs.HOLD} of {runs.STEPS} (SIGTERM)"
+  assert stopped in log.read_text()
+  again(workdir, root)
+  runs.assert_same_run(workdir, runs.tapered(root))
+
+
+def test_finished_run_prints_its_table_and_trains_nothing(
+  copy, root, monkeypatch
+):
+  """The same command twice must not cost a second run."""
+  workdir = copy()
+  metrics_before = (workdir / "metrics.jsonl").read_bytes()
+  monkeypatch.setattr(
+    loop.step_lib, "make_train_step", lambda *_: pytest.fail("trains again")
+  )
+  summary, out, err = runs.quiet(again, workdir, root)
+  assert "finished before" in err
+  assert "validation loss" in out
+  assert summary == json.loads((workdir / "summary.json").read_text())
+  assert (workdir / "metrics.jsonl").read_bytes() == metrics_before
+
+
+def test_run_killed_while_it_folds_ends_the_same(copy, root):
+  """The last checkpoint is there, the summary is not: no second eval record."""
+  workdir = copy()
+  (workdir / "summary.json").unlink()
+  shutil.rmtree(workdir / "folded")
+  again(workdir, root)
+  runs.assert_same_run(workdir, runs.tapered(root))
+
+
+def test_different_config_stops_with_every_difference(copy, root):
+  """One message names all fields, before any data are made for the run."""
+  workdir = copy()
+  before = sorted(workdir.rglob("*"))
+  with pytest.raises(UserError) as error:
+    again(
+      workdir,
+      root,
+      steps=20,
+      data__corpus_stories=30,
+      model__mlp_dim=24,
+      optimizer__learning_rate=1e-3,
+    )
+  text = str(error.value)
+  assert "differs from the saved run in 4 field(s)" in text
+  assert "steps: saved 10, now 20" in text
+  assert "data.corpus_stories: saved 20, now 30" in text
+  assert "model.mlp_dim: saved 20, now 24" in text
+  assert "optimizer.learning_rate: saved 0.003, now 0.001" in text
+  assert "--overwrite" in text
+  assert sorted(workdir.rglob("*")) == before
+
+
+def test_overwrite_starts_afresh(copy, root):
+  """Nothing of the earlier run is left, and foreign files are kept."""
+  workdir = copy()
+  (workdir / "notes.txt").write_text("mine")
+  with pytest.raises(UserError, match="not finite"):
+    again(workdir, root, overwrite=True, optimizer__learning_rate=1e30)
+  assert not (workdir / "summary.json").exists()
+  assert not (workdir / "folded").exists()
+  assert saved.checkpoint.Checkpoints(workdir / "checkpoints").steps() == []
+  assert (workdir / "notes.txt").read_text() == "mine"
+  assert {r["step"] for r in runs.records(workdir)} <= {1, 2, 3}
+
+
+def test_workdir_with_other_files_is_refused(tmp_path):
+  """A mistyped --workdir must not fill a home folder."""
+  (tmp_path / "thesis.tex").write_text("")
+  with pytest.raises(UserError, match="holds 'thesis.tex' and no run"):
+    loop.train(runs.config(), tmp_path)
+  assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("stop_after", [0, -1, 10, 11])
+def test_stop_after_that_would_not_stop_is_refused(tmp_path, stop_after):
+  """A setting without effect is a mistake."""
+  with pytest.raises(UserError, match="must be from 1 to steps - 1 = 9"):
+    loop.train(runs.config(), tmp_path / "run", stop_after=stop_after)
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["loss", "eval", "update"])
+def test_nonfinite_number_stops_and_keeps_the_last_good_checkpoint(
+  copy, root, monkeypatch, where
+):
+  """Metrics come a step late: all is checked before a state is saved."""
+  workdir = copy()
+  shutil.rmtree(workdir / "checkpoints" / "10")
+  make_train_step = loop.step_lib.make_train_step
+
+  def broken(config, phase):
+    step = make_train_step(config, phase)
+
+    def call(state, *batch):
+      state, values = step(state, *batch)
+      if where == "loss" and int(state.step) == 7:
+        values["loss"] = math.nan
+      if where != "loss" and int(state.step) == 10:
+        bad = math.nan if where == "eval" else math.inf
+        params = jax.tree.map(lambda x: x * bad, state.params)
+        state = state.replace(params=params)
+      return state, values
+
+    return call
+
+  monkeypatch.setattr(loop.step_lib, "make_train_step", broken)
+  if where == "update":
+    monkeypatch.setattr(loop.Run, "_evaluate", lambda *_: 1.0)
+  name = {"loss": "loss=nan at step 7", "eval": "valid_loss=nan at step 10",
+          "update": "update=nan at step 10"}[where]
+  match = f"{name} is not finite.*last good checkpoint is step 5 in .*lower"
+  with pytest.raises(UserError, match=match):
+    again(workdir, root)
+  assert checkpoint.Checkpoints(workdir / "checkpoints").steps() == [5]
+  runs.assert_finite(workdir / "checkpoints")
+  assert not (workdir / "summary.json").exists()
+  if where == "loss":
+    monkeypatch.undo()
+    again(workdir, root)
+    runs.assert_same_run(workdir, runs.tapered(root))
+
+
+def test_resuming_falls_back_from_a_damaged_checkpoint_loudly(copy, root):
+  """What was lost is named, and the end is the same."""
+  workdir = copy()
+  damage(workdir, 10)
+  _, _, err = runs.quiet(again, workdir, root)
+  assert re.search(
+    r"WARNING: .*checkpoints/10 is damaged.*Resuming from step 5 instead: the "
+    "work of steps 6 to 10 is lost",
+    err,
+  )
+  runs.assert_same_run(workdir, runs.tapered(root))
+
+
+def test_run_with_no_intact_checkpoint_stops(copy, root):
+  """A fresh start would throw the run away without being asked."""
+  workdir = copy()
+  damage(workdir, 10)
+  damage(workdir, 5)
+  with pytest.raises(UserError, match="none of the checkpoints .* is intact"):
+    again(workdir, root)
+
+
+def test_evaluations_are_at_the_gate_and_at_gate_0_once_it_exists(root):
+  """Before calibration there is no c, so no g = 0: null, not a number."""
+  evals = {
+    r["step"]: r for r in runs.records(every(root)) if r["kind"] == "eval"
+  }
+  assert list(evals) == list(range(1, 11))
+  for step in (1, 2, 3):
+    assert evals[step]["valid_loss_g0"] is None
+  assert evals[4]["gate"] == 1.0
+  for step in (4, 5, 6, 7):
+    assert evals[step]["valid_loss_g0"] != evals[step]["valid_loss"]
+  for step in (8, 9, 10):  # the plateau
+    assert evals[step]["gate"] == 0.0
+    assert evals[step]["valid_loss_g0"] == evals[step]["valid_loss"]
+  assert all(r["sample"].startswith("Once") for r in evals.values())
+
+
+def test_only_checkpoints_at_gate_0_compete_for_best(root):
+  """With norms the loss is lower: a step before the plateau would win."""
+  workdir = every(root)
+  found = checkpoint.Checkpoints(workdir / "checkpoints", read_only=True)
+  losses = {
+    r["step"]: r["valid_loss"]
+    for r in runs.records(workdir)
+    if r["kind"] == "eval"
+  }
+  assert min(losses, key=losses.get) < runs.END  # or the test is vacuous
+  best = min(range(runs.END, 11), key=losses.get)
+  assert found.best_step() == best
+  assert found.steps() == sorted({9, 10, best})
+  assert found.meta(10)["gate"] == 0.0
+
+
+def test_baseline_is_evaluated_as_it_is(root):
+  """No taper: its g = 0 is itself, every checkpoint competes."""
+  workdir = runs.baseline(root)
+  evals = [r for r in runs.records(workdir) if r["kind"] == "eval"]
+  assert [r["step"] for r in evals] == [5, 10]
+  assert all(r["valid_loss_g0"] == r["valid_loss"] for r in evals)
+  assert all(r["gate"] == 1.0 for r in evals)
+  assert not [r for r in runs.records(workdir) if r["kind"] == "calibration"]
+  assert not (workdir / "folded").exists()
+
+
+def test_log_tells_means_of_its_interval_and_c_at_calibration(root):
+  """Issue point 8; a record is a mean of steps, not one of them."""
+  single = [r for r in runs.records(every(root)) if r["kind"] == "train"]
+  workdir = runs.tapered(root)
+  losses = {r["step"]: r["loss"] for r in single}
+  records = [r for r in runs.records(workdir) if r["kind"] == "train"]
+  assert [r["step"] for r in records] == [3, 6, 9, 10]
+  for record, steps in zip(
+    records, [(1, 2, 3), (4, 5, 6), (7, 8, 9), (10,)], strict=True
+  ):
+    mean = sum(losses[k] for k in steps) / len(steps)
+    assert record["loss"] == pytest.approx(mean, rel=1e-6)
+  assert set(records[0]) >= {
+    "loss", "scale_loss", "gate", "learning_rate", "mean_scale",
+    "scale_target", "logit_norm", "grad_norm", "grad_norm_qkv",
+    "grad_norm_attn_out", "grad_norm_mlp_in", "grad_norm_mlp_out",
+    "clipped_share",
+  }
+  [calibration] = [
+    r for r in runs.records(workdir) if r["kind"] == "calibration"
+  ]
+  assert calibration["step"] == runs.START
+  c = {k: v for k, v in calibration.items() if k.startswith("c/")}
+  assert len(c) == 2 * 2 + 1
+  assert all(value > 0 for value in c.values())
+  raw = metrics.read_metrics(workdir / "metrics.jsonl")
+  assert all(r["tokens_per_s"] > 0 for r in raw if r["kind"] == "train")
+
+
+def test_run_leaves_the_settings_of_jax_as_they_were(root):
+  """A second run in one process must not write to the first one's folder."""
+  runs.tapered(root)
+  assert jax.config.jax_compilation_cache_dir != str(root / "cache")
