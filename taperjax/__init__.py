@@ -21,7 +21,7 @@ __all__ = [
   "apply",
   "calibrate",
   "evaluate",
-  "fold_",
+  "fold",
   "generate",
   "init",
   "load",

@@ -18,7 +18,7 @@ from taperjax import (
   calibration,
   decode,
   evaluation,
-  fold as fold_lib,
+  folding,
   model as model_lib,
   step as step_lib,
 )
@@ -191,8 +191,8 @@ def fold(model: Model) -> Model:
   Raises:
     UserError: the gate is above 0, nothing is tapered, or it is folded already.
   """
-  fold_lib.check_foldable(model.gate, model.step, model.config)
-  params, config = fold_lib.fold(model.params, model.c, model.config)
+  folding.check_foldable(model.gate, model.step, model.config)
+  params, config = folding.fold(model.params, model.c, model.config)
   return model.replace(params=params, config=config)
 
 

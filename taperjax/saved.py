@@ -19,7 +19,7 @@ from taperjax import (
   checkpoint,
   config as config_lib,
   data as data_lib,
-  fold,
+  folding,
   model as model_lib,
 )
 from taperjax.data import tokenizer as tokenizer_lib
@@ -208,21 +208,22 @@ def write_folded(
   Raises:
     UserError: the model cannot be folded, or the folder holds something else.
   """
-  fold.check_foldable(model.gate, model.step, model.config, _taper_end(model))
+  end = _taper_end(model)
+  folding.check_foldable(model.gate, model.step, model.config, end)
   if folder.exists() and not (folder / "fold.json").is_file():
     raise UserError(
       f"--out={folder} exists and is no folded model; choose another folder"
     )
-  params, config = fold.fold(model.params, model.c, model.config)
+  params, config = folding.fold(model.params, model.c, model.config)
   tokens_BL1, mask_BL = next(iter(make_batches()))
-  errors = fold.compare(
+  errors = folding.compare(
     model.params, model.c, model.config, params, config, tokens_BL1, mask_BL
   )
   report = {
     # A model that has diverged may leave float32; JSON has no infinity.
     "errors": {k: v if math.isfinite(v) else None for k, v in errors.items()},
     "compared_tokens": int(mask_BL.sum()),
-    "folded": fold.folded_tensors(model.config),
+    "folded": folding.folded_tensors(model.config),
     "params": model_lib.count_params(model.params)[0],
     "params_folded": model_lib.count_params(params)[0],
     "step": model.step,

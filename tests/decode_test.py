@@ -7,26 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taperjax import decode, fold, model
+from taperjax import decode, folding, model
 from taperjax.decode import Sampling
 from taperjax.errors import UserError
-from tests import fold_test
+from tests import folding_test
 
-B, L, V = fold_test.B, fold_test.L, fold_test.V
+B, L, V = folding_test.B, folding_test.L, folding_test.V
 CONTEXT = 16  # one bucket: every prompt and cache of the tests is this long
 PROMPTS = [[3, 17, 5, 30, 2], [8], [11, 0, 26]]
 
 # One model of each family; the layers of the second are stacked.
 CONFIGS = {
-  "rms": fold_test.make_config(
+  "rms": folding_test.make_config(
     num_layers=2, num_heads=6, num_kv_heads=2, final_norm="norm", rotary_dim=2
   ),
-  "layer": fold_test.make_config(
+  "layer": folding_test.make_config(
     num_layers=2, norm="layer", positions="learned", scan_layers=True,
     mlp="gelu_tanh", biases=("q", "v", "up", "down"),
   ),
 }
-C = np.asarray(fold_test.random_c())[:5]
+C = np.asarray(folding_test.random_c())[:5]
 SEED = 5  # of parameters whose greedy texts are varied
 
 
@@ -34,19 +34,19 @@ SEED = 5  # of parameters whose greedy texts are varied
 def tiny(name):
   """(params, config, c) of a tapered model."""
   config = CONFIGS[name]
-  return fold_test.random_params(config, seed=SEED), config, C
+  return folding_test.random_params(config, seed=SEED), config, C
 
 
 @functools.cache
 def baseline(name):
   config = CONFIGS[name].replace(internal_norm="norm", final_norm="norm")
-  return fold_test.random_params(config, seed=SEED), config, None
+  return folding_test.random_params(config, seed=SEED), config, None
 
 
 @functools.cache
 def folded(name):
   params, config, c = tiny(name)
-  return (*fold.fold(params, c, config), None)
+  return (*folding.fold(params, c, config), None)
 
 
 MODELS = {
@@ -106,7 +106,7 @@ def full_logits(params, config, text, gate, c, fixed):
 def test_cached_decoding_is_the_full_pass_at_every_position(family, kind):
   """One token at a time, from an empty cache and behind a padded prefill."""
   params, config, gate, c, fixed = arguments(family, kind)
-  tokens_BL = fold_test.random_tokens()[:, :L]
+  tokens_BL = folding_test.random_tokens()[:, :L]
   expected = np.stack([
     full_logits(params, config, text, gate, c, fixed) for text in tokens_BL
   ])

@@ -22,7 +22,7 @@ ROWS = [
     "evaluation", "anchor",
   },
   {"model", "sharding"},
-  {"state", "fold", "decode"},
+  {"state", "folding", "decode"},
   {"step", "checkpoint"},
   {"saved", "bench"},
   {"loop", "api"},

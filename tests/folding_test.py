@@ -10,7 +10,7 @@ import pytest
 from jax.extend import core as jax_core
 from jax.interpreters import partial_eval
 
-from taperjax import fold, model
+from taperjax import folding, model
 from taperjax.config import ModelConfig
 from taperjax.errors import UserError
 
@@ -147,7 +147,7 @@ CASES = {
 def folded_case(name):
   config = make_config(**CASES[name])
   params = random_params(config)
-  return (config, params, *fold.fold(params, random_c(), config))
+  return (config, params, *folding.fold(params, random_c(), config))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -253,7 +253,7 @@ def test_a_wrong_fold_is_seen(name):
 
 def test_stacked_layers_fold_like_single_ones():
   config, params, folded, folded_config = folded_case("layer_scan_untied")
-  single = fold.fold(
+  single = folding.fold(
     *(lambda p, c: (p, random_c(), c))(*model.unstack_layers(params, config))
   )
   unstacked = model.unstack_layers(folded, folded_config)
@@ -269,7 +269,7 @@ def test_the_original_is_untouched_and_shares_no_buffer(kind):
   before = jax.tree.map(np.array, params)
   given = before if kind == "numpy" else params
   kept = jax.tree.map(np.array, params)
-  folded, _ = fold.fold(given, random_c(), config)
+  folded, _ = folding.fold(given, random_c(), config)
   jax.tree.map(np.testing.assert_array_equal, given, kept)
   if kind == "numpy":
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(folded))
@@ -285,7 +285,7 @@ def test_folding_rounds_once_from_the_dtype_of_the_leaf():
   """bfloat16 leaves: products in float64, one cast, the dtype kept."""
   config = make_config()
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
-  folded, _ = fold.fold(params, random_c(), config)
+  folded, _ = folding.fold(params, random_c(), config)
   assert {x.dtype for x in jax.tree.leaves(folded)} == {jnp.dtype("bfloat16")}
   norm, attn = (params["block_0"][k] for k in ("attn_norm", "attn"))
   exact = (
@@ -369,7 +369,7 @@ def test_folded_tensors_names_every_changed_leaf_and_no_other():
     "rms_final": (1, False),
   }.items():
     config, params, folded, _ = folded_case(name)
-    entries = fold.folded_tensors(config)
+    entries = folding.folded_tensors(config)
     assert len({e["name"] for e in entries}) == len(entries)
     assert len({e["norm"] for e in entries}) == changed_sites
     key = lambda path: "/".join(part.key for part in path)
@@ -381,13 +381,13 @@ def test_folded_tensors_names_every_changed_leaf_and_no_other():
     }
     assert {e["name"].split("[")[0] for e in entries} == changed, name
     assert any("[2]" in e["name"] for e in entries) == scanned
-  entry = fold.folded_tensors(make_config())[0]
+  entry = folding.folded_tensors(make_config())[0]
   assert entry == {
     "name": "block_0/attn/q/kernel",
     "formula": "W' = c diag(taper_scale) W",
     "norm": "block_0.attn_norm",
   }
-  assert fold.folded_tensors(make_config(norm="layer"))[-1] == {
+  assert folding.folded_tensors(make_config(norm="layer"))[-1] == {
     "name": "head/bias",
     "formula": "b' = bias embedding^T",
     "norm": "final_norm",
@@ -426,7 +426,7 @@ def test_compare_measures_what_it_says_on_a_damaged_fold():
   for worst_BL in (np.abs(new - old).max(-1), np.abs(old).max(-1)):
     mask[np.unravel_index(worst_BL.argmax(), mask.shape)] = 0
   mask[1, 5:] = 0
-  report = fold.compare(
+  report = folding.compare(
     params, random_c(), config, folded, folded_config, tokens, mask
   )
   expected = reference_report(old, new, tokens[:, 1:], mask)
@@ -443,7 +443,7 @@ def test_compare_measures_what_it_says_on_a_damaged_fold():
 
 
 def test_compare_of_a_true_fold_is_at_rounding():
-  report = fold.compare(
+  report = folding.compare(
     *folded_report_arguments(), random_tokens(), np.ones((B, L))
   )
   scale = max(1.0, report["logit_scale_f32"])
@@ -481,7 +481,7 @@ def test_what_cannot_be_folded_says_why(message):
   c_S = np.asarray(random_c()).copy()
   c_S[3] = value
   with pytest.raises(UserError, match=message) as caught:
-    fold.fold({}, c_S, make_config(**changes))
+    folding.fold({}, c_S, make_config(**changes))
   assert "\n" not in str(caught.value)
 
 
@@ -489,26 +489,26 @@ def test_c_of_a_norm_that_stays_is_not_asked_for():
   config, params, *_ = folded_case("rms_final")
   c_S = np.zeros(2 * N + 1)
   c_S[-1] = 0.5
-  fold.fold(params, c_S, config)
+  folding.fold(params, c_S, config)
 
 
 def test_folding_twice_says_so():
   _, _, folded, folded_config = folded_case("rms")
   with pytest.raises(UserError, match="folded already; use it as it is"):
-    fold.fold(folded, random_c(), folded_config)
+    folding.fold(folded, random_c(), folded_config)
 
 
 def test_a_run_folds_at_gate_zero_only():
   config = make_config()
-  fold.check_foldable(0.0, 400, config)
+  folding.check_foldable(0.0, 400, config)
   with pytest.raises(
     UserError,
     match=r"gate=0.35 at step 400, .* finish the run \(it is 0 from step 900\)",
   ):
-    fold.check_foldable(np.float32(0.35), 400, config, taper_end=900)
+    folding.check_foldable(np.float32(0.35), 400, config, taper_end=900)
   with pytest.raises(UserError, match="finish the run, then fold"):
-    fold.check_foldable(1.0, 3, config)
+    folding.check_foldable(1.0, 3, config)
   with pytest.raises(UserError, match="nothing is tapered"):
-    fold.check_foldable(
+    folding.check_foldable(
       1.0, 3, config.replace(internal_norm="norm", final_norm="norm")
     )
