@@ -37,7 +37,10 @@ from ml_collections import config_dict
 from tests import runs
 
 def get_config(variant="all_aux"):
-  return config_dict.ConfigDict(runs.fields(variant=variant))
+  size = config_dict.placeholder(int)  # None, but may be set
+  return config_dict.ConfigDict(
+    runs.fields(data__vocab_size=size, variant=variant)
+  )
 """
 
 
