@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from taperjax import calibration, losses, model, state
-from taperjax import gate as gate_lib
+from taperjax import calibration, gate as gate_lib, losses, model, state
 from taperjax.config import Config, ModelConfig
 from taperjax.state import TrainState
 
