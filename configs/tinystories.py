@@ -6,8 +6,8 @@ Argument: SIZE,VARIANT. Sizes 1m, 3m, 9m, 30m; variants baseline, internal,
 internal_aux, final, all, all_aux. With the defaults the official text is
 downloaded (2 GB); `--config.data.train=FILE --config.data.valid=FILE` takes
 local files instead. Everything but the variant is identical between the
-variants of one size. The full runs of Table 5 take days on a GPU; the README
-has a table of short ones on two CPU cores.
+variants of one size; [U] marks what the paper does not say. The full runs of
+Table 5 take days on a GPU; the README has a table of short ones on two cores.
 """
 
 from ml_collections import config_dict
@@ -33,7 +33,7 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   c.batch_size = 16  # windows; section 5.1
   c.micro_batches = 1  # parts of the batch walked one after the other
   c.context_len = 512  # tokens; section 5.1
-  c.compute_dtype = "float32"  # or "bfloat16"; [U], PAPER section 11, row 9
+  c.compute_dtype = "float32"  # or "bfloat16"; [U], ours
   c.log_every = 10  # steps
 
   c.model = m = config_dict.ConfigDict()
@@ -43,14 +43,14 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   m.num_kv_heads = config_dict.placeholder(int)  # None: num_heads
   m.head_dim = config_dict.placeholder(int)  # None: embed_dim / num_heads
   m.mlp = "swiglu"  # or "gelu_tanh", "gelu"
-  m.mlp_dim = config_dict.placeholder(int)  # None: 8 d / 3, rounded up to 8
+  m.mlp_dim = config_dict.placeholder(int)  # None: 8 d / 3, a multiple of 8
   m.positions = "rope"  # or "learned"
-  m.rope_theta = 10_000.0  # [U], row 13
+  m.rope_theta = 10_000.0  # [U], the usual base
   m.rotary_dim = config_dict.placeholder(int)  # None: head_dim
-  m.norm_eps = 1e-6  # inside the root; [U], row 1
+  m.norm_eps = 1e-6  # inside the root; [U], ours
   m.biases = ()  # of q, k, v, o, gate, up, down, head
   m.tied = True  # head = embedding
-  m.init_std = 0.02  # embedding from Fig. 3, the rest [U], row 11
+  m.init_std = 0.02  # embedding from Fig. 3, the rest [U], ours
   m.scan_layers = False  # one compiled block for all layers
 
   c.taper = t = config_dict.ConfigDict()
@@ -65,7 +65,7 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   o.warmup = 0.05  # share of the steps
   o.b1 = 0.9
   o.b2 = 0.95
-  o.eps = 1e-8  # [U], row 10
+  o.eps = 1e-8  # [U], the library default
   o.weight_decay = 0.0
   o.clip_norm = 1.0  # global norm
 

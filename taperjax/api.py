@@ -186,7 +186,7 @@ def calibrate(
 
 
 def fold(model: Model) -> Model:
-  """The same function without its tapered norms (PAPER section 2.8).
+  """The same function without its tapered norms (sections 3.3, B of the paper).
 
   Raises:
     UserError: the gate is above 0, nothing is tapered, or it is folded already.

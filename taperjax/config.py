@@ -27,9 +27,6 @@ VARIANTS = {
   "all": (True, True, False),
   "all_aux": (True, True, True),
 }
-# Paper section 5.1: depth 8, 16 heads, widths by name; SwiGLU 8 d / 3 rounded
-# up to a multiple of 8 (the rounding is [U], PAPER section 11, row 12).
-SIZES = {"1m": 64, "3m": 128, "9m": 256, "30m": 512}
 BIASES = ("q", "k", "v", "o", "gate", "up", "down", "head")
 
 
@@ -239,7 +236,7 @@ def parse(fields: Mapping[str, Any]) -> Config:
   _derive_model(model)
   taper = dict(fields["taper"])
   if taper["ema_rate"] is None:
-    # PAPER section 11, row 17: short warm-ups need the faster average.
+    # [U]: the paper has 0.01 for long warm-ups, 0.1 for those of 10-50 steps.
     start = _typed(taper["start"], float, "taper.start")
     warmup = round(start * _typed(fields["steps"], int, "steps"))
     taper["ema_rate"] = 0.1 if warmup < 300 else 0.01

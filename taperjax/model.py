@@ -171,7 +171,7 @@ class Transformer(nn.Module):
 
     Returns:
       logits_BLV or hidden_BLD, and a dict: `scale_BL`, s(h) of the stream
-      before the final norm, float32 (PAPER section 2.7: r for RMSNorm, sigma
+      before the final norm, float32 (paper section 3.5: r for RMSNorm, sigma
       for LayerNorm); `sums_S2`, calibration sums by site; `cache`.
     """
     cfg = self.config
@@ -269,8 +269,8 @@ def head_weights(
 def init_params(config: ModelConfig, key: jax.Array) -> dict:
   """Fresh parameters: N(0, init_std^2), residual outputs / sqrt(2 N).
 
-  The embedding's 0.02 is derived from the paper's Fig. 3, the rest is [U]
-  (PAPER section 11, row 11) and follows GPT-2's habit.
+  The embedding's 0.02 is derived from the paper's Fig. 3, the rest is [U]:
+  the paper does not say; ours follows GPT-2's habit.
   """
   tokens_BL = jnp.zeros((1, 1), jnp.int32)
   return Transformer(config).init(key, tokens_BL)["params"]

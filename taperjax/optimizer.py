@@ -57,7 +57,7 @@ def decay_mask(params: dict) -> dict:
   """True for matrices and embeddings, False for gains and biases, by name.
 
   The paper's pre-training uses no decay; where it is on, gamma, gamma~ and
-  every bias stay out of it (PAPER section 11, row 6).
+  every bias stay out of it ([U], ours: decay would shrink the idle gamma~).
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, _: path[-1].key in DECAYED, params

@@ -49,7 +49,7 @@ def _sums(params, config, gate, c, tokens_BL1, mask_BL, collect):
 def make_train_step(
   config: Config, phase: str
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-  """One optimizer step of a phase: norm, taper or scale (DESIGN section 4).
+  """One optimizer step of a phase: norm, taper or scale (see `gate.phase`).
 
   The gate is computed from the step, used, and put in the state. Statistics
   are collected in the norm phase of a tapered run, one sample for each step
@@ -205,9 +205,10 @@ def make_eval_step(
 def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
   """Taper start: c and s_tgt are frozen, gamma~ <- gamma.
 
-  Runs once, after the optimizer step k_s (PAPER sections 2.4-2.5 and 11, row
-  3). Jitted, so gamma~ is a copy of gamma and never the same buffer; the
-  state is donated.
+  Source: arXiv:2602.10408 (v1), section 3.3 and appendix A.6. Runs once, after
+  optimizer step k_s; that it comes after this step and not before is [U], ours.
+  Jitted, so gamma~ is a copy of gamma and never the same buffer; the state is
+  donated.
   """
 
   def calibrate(state: TrainState) -> TrainState:

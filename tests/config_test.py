@@ -411,7 +411,6 @@ def test_the_tinystories_file_parses_for_every_variant_and_norm(size):
         del group[field]
       seen.append(rest)
     assert seen == [seen[0]] * 6
-  assert configs.tinystories.WIDTHS == config_lib.SIZES
 
 
 def test_the_tinystories_file_names_the_sizes():
