@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -28,6 +29,47 @@ VARIANTS = {
   "all_aux": (True, True, True),
 }
 BIASES = ("q", "k", "v", "o", "gate", "up", "down", "head")
+MIN_VOCAB = 300  # SentencePiece: 256 pieces for bytes, and some for text
+
+# Fields that must be above 0, and a value that a message can propose.
+_POSITIVE = {
+  "steps": 1_000,
+  "batch_size": 16,
+  "micro_batches": 1,
+  "context_len": 512,
+  "log_every": 10,
+  "model.num_layers": 8,
+  "model.embed_dim": 64,
+  "model.num_heads": 4,
+  "model.num_kv_heads": 4,
+  "model.head_dim": 16,
+  "model.mlp_dim": 176,
+  "model.norm_eps": 1e-6,
+  "model.rope_theta": 10_000.0,
+  "model.init_std": 0.02,
+  "optimizer.learning_rate": 3e-4,
+  "optimizer.clip_norm": 1.0,
+  "optimizer.eps": 1e-8,
+  "data.corpus_stories": 6_000,
+  "eval.every": 1_000,
+  "eval.batch_size": 16,
+  "eval.sample_tokens": 100,
+  "eval.max_windows": 128,
+  "checkpoint.every": 1_000,
+}
+# The same for fields with other rules.
+_EXAMPLES = _POSITIVE | {
+  "taper.start": 0.05,
+  "taper.end": 1.0,
+  "taper.ema_rate": 0.1,
+  "taper.scale_loss_weight": 0.1,
+  "optimizer.final_learning_rate": 0.0,
+  "optimizer.warmup": 0.05,
+  "optimizer.b1": 0.9,
+  "optimizer.b2": 0.95,
+  "optimizer.weight_decay": 0.0,
+  "data.vocab_size": 10_000,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +141,7 @@ class DataConfig:
   tokenizer: str  # "sentencepiece", "bytes", or a path
   vocab_size: int | None
   folder: str | None  # None: inside the workdir
-  corpus_stories: int
+  corpus_stories: int | None  # of the embedded corpus; None without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +252,7 @@ def parse(fields: Mapping[str, Any]) -> Config:
   _check_names(fields, set(hints), "")
   groups = {k: v for k, v in hints.items() if dataclasses.is_dataclass(v)}
   for group, kind in groups.items():
-    if not isinstance(fields[group], Mapping):
-      raise UserError(f"{group}={fields[group]!r} is not a group of fields")
+    _check_group(fields[group], group)
     known = {f.name for f in dataclasses.fields(kind)}
     if kind is ModelConfig:
       known -= _SET_BY_PARSE
@@ -256,7 +297,7 @@ def _plain(fields):
 
 def _vocab_size(data) -> int:
   """Vocabulary size as far as the config knows it; 0: the tokenizer says."""
-  kind = data["tokenizer"]
+  kind = _typed(data["tokenizer"], str, "data.tokenizer")
   size = _typed(data["vocab_size"], int | None, "data.vocab_size")
   if kind == "sentencepiece":
     if size is None:
@@ -277,8 +318,7 @@ def _derive_model(model: dict) -> None:
   """Fills the fields of `model` that are None from the others."""
   heads = _typed(model["num_heads"], int, "model.num_heads")
   width = _typed(model["embed_dim"], int, "model.embed_dim")
-  if heads < 1:
-    raise UserError(f"model.num_heads={heads} must be above 0")
+  _check_positive("model.num_heads", heads)
   if model["num_kv_heads"] is None:
     model["num_kv_heads"] = heads
   if model["head_dim"] is None:
@@ -305,14 +345,21 @@ def mlp_dim(width: int) -> int:
 
 def _build(cls, fields: Mapping[str, Any], prefix: str):
   """A dataclass from a mapping; names and types are checked."""
-  if not isinstance(fields, Mapping):
-    raise UserError(f"{prefix[:-1]}={fields!r} is not a group of fields")
+  _check_group(fields, prefix[:-1])
   hints = typing.get_type_hints(cls)
   _check_names(fields, set(hints), prefix)
   return cls(**{
     name: _typed(fields[name], kind, prefix + name)
     for name, kind in hints.items()
   })
+
+
+def _check_group(value, name: str) -> None:
+  if not isinstance(value, Mapping):
+    raise UserError(
+      f"{name}={value!r} is not a group of fields; set the fields in it one by "
+      "one, as configs/tinystories.py does"
+    )
 
 
 def _check_names(fields, known: set[str], prefix: str) -> None:
@@ -337,21 +384,50 @@ def _typed(value, kind, name: str):
   if typing.get_origin(kind) is tuple:
     inner = kind.__args__[0]
     if not isinstance(value, list | tuple):
-      raise UserError(f"{name}={value!r} is not a list of {inner.__name__}")
+      what, example = {
+        int: ("whole numbers", (0,)),
+        str: ("texts", ("q", "k")),
+      }[inner]
+      if isinstance(value, inner) and not isinstance(value, bool):
+        example = (value,)
+      raise UserError(
+        f"{name}={value!r} is not a list of {what}; write {example!r}"
+      )
     return tuple(_typed(v, inner, name) for v in value)
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if kind is float and number:
-    if not math.isfinite(value):
-      raise UserError(f"{name}={value} is not finite; give a number")
-    return float(value)
-  if kind is int and number and math.isfinite(value) and value == int(value):
-    return int(value)
   if kind in (str, bool) and isinstance(value, kind):
     return value
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if number and kind is float and not abs(value) < math.inf:
+    raise UserError(
+      f"{name}={value} is not finite; give a number, for example "
+      f"{_example(name, kind, value)}"
+    )
+  whole = number and (isinstance(value, int) or value.is_integer())
+  if whole and kind is int or number and kind is float:
+    # A longer integer is no float, and printing it may fail.
+    if whole and not -(2**63) < value < 2**63:
+      raise UserError(
+        f"{name} is a number of {int(value).bit_length()} bits; it must be "
+        f"below 2^63, for example {_example(name, kind, value)}"
+      )
+    return kind(value)
+  words = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+  }[kind]
   raise UserError(
-    f"{name}={value!r} is of type {type(value).__name__}; "
-    f"it must be {kind.__name__}"
+    f"{name}={value!r} is of type {type(value).__name__}; it must be {words}, "
+    f"for example {_example(name, kind, value)}"
   )
+
+
+def _example(name: str, kind, value) -> str:
+  """A value of this kind that a message can propose for a field."""
+  if kind is str:
+    return repr(str(value))
+  return repr(_EXAMPLES.get(name, {int: 4, float: 0.1, bool: True}[kind]))
 
 
 def _choice(name: str, value, choices: tuple[str, ...]) -> str:
@@ -360,51 +436,66 @@ def _choice(name: str, value, choices: tuple[str, ...]) -> str:
   return value
 
 
+def _check_positive(name: str, value) -> None:
+  if not value > 0:
+    raise UserError(
+      f"{name}={value} must be above 0, for example {_EXAMPLES[name]}"
+    )
+
+
 def _check(config: Config) -> None:
   """Rules that involve values; each message is one line."""
   model, taper, opt = config.model, config.taper, config.optimizer
-
-  def positive(name, value):
-    if not value > 0:
-      raise UserError(f"{name}={value} must be above 0")
-
-  def share(name, value, low=0.0):
-    if not low <= value <= 1:
-      raise UserError(f"{name}={value} must be between {low:g} and 1")
-
-  for name in ("steps", "batch_size", "micro_batches", "context_len",
-               "log_every"):
-    positive(name, getattr(config, name))
-  for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads",
-               "head_dim", "mlp_dim", "norm_eps", "rope_theta", "init_std"):
-    positive(f"model.{name}", getattr(model, name))
-  for name in ("learning_rate", "clip_norm", "eps"):
-    positive(f"optimizer.{name}", getattr(opt, name))
-  for name in ("every", "batch_size", "sample_tokens"):
-    positive(f"eval.{name}", getattr(config.eval, name))
-  if config.eval.max_windows is not None:
-    positive("eval.max_windows", config.eval.max_windows)
-  positive("checkpoint.every", config.checkpoint.every)
-  positive("data.corpus_stories", config.data.corpus_stories)
-  for name in ("weight_decay", "final_learning_rate"):
-    if getattr(opt, name) < 0:
+  for name in _POSITIVE:
+    value = functools.reduce(getattr, name.split("."), config)
+    if value is not None:
+      _check_positive(name, value)
+  for name, value in (
+    ("optimizer.weight_decay", opt.weight_decay),
+    ("optimizer.final_learning_rate", opt.final_learning_rate),
+    ("taper.scale_loss_weight", taper.scale_loss_weight),
+  ):
+    if value < 0:
       raise UserError(
-        f"optimizer.{name}={getattr(opt, name)} must not be below 0"
+        f"{name}={value} must not be below 0; use for example "
+        f"{_EXAMPLES[name]}"
       )
+  for name, value in (
+    ("optimizer.warmup", opt.warmup),
+    ("taper.start", taper.start),
+    ("taper.end", taper.end),
+  ):
+    if not 0 <= value <= 1:
+      raise UserError(
+        f"{name}={value} must be between 0 and 1; it is a share of the steps, "
+        f"for example {_EXAMPLES[name]}"
+      )
+  if not 0 < taper.ema_rate <= 1:
+    raise UserError(
+      f"taper.ema_rate={taper.ema_rate} must be above 0 and at most 1; it is "
+      f"the weight of the new sample, for example {_EXAMPLES['taper.ema_rate']}"
+    )
   if opt.final_learning_rate > opt.learning_rate:
     raise UserError(
       f"optimizer.final_learning_rate={opt.final_learning_rate} is above "
-      f"optimizer.learning_rate={opt.learning_rate}; the rate only falls"
+      f"optimizer.learning_rate={opt.learning_rate}; the rate only falls: use "
+      f"at most {opt.learning_rate}"
     )
-  for name in ("b1", "b2"):
-    value = getattr(opt, name)
+  for name, value in (("optimizer.b1", opt.b1), ("optimizer.b2", opt.b2)):
     if not 0 <= value < 1:
-      raise UserError(f"optimizer.{name}={value} must be in [0, 1)")
-  share("optimizer.warmup", opt.warmup)
+      raise UserError(
+        f"{name}={value} must be at least 0 and below 1, for example "
+        f"{_EXAMPLES[name]}"
+      )
   _choice("model.mlp", model.mlp, ("swiglu", "gelu_tanh", "gelu"))
   _choice("model.positions", model.positions, ("rope", "learned"))
   for name in model.biases:
     _choice("model.biases", name, BIASES)
+    if model.biases.count(name) > 1:
+      raise UserError(
+        f"model.biases={model.biases} repeats {name!r}; name each projection "
+        "once"
+      )
   if model.tied and "head" in model.biases:
     raise UserError(
       "model.biases names 'head' with model.tied=True; a tied head has no "
@@ -423,14 +514,15 @@ def _check(config: Config) -> None:
   if model.positions == "rope" and (
     model.rotary_dim % 2 or not 0 < model.rotary_dim <= model.head_dim
   ):
+    near = max(2, min(model.rotary_dim, model.head_dim) // 2 * 2)
+    remedy = f"use {near}"
+    if near > model.head_dim:
+      remedy = "use a larger head or model.positions=learned"
     raise UserError(
       f"model.rotary_dim={model.rotary_dim} must be even and at most "
-      f"model.head_dim={model.head_dim}"
+      f"model.head_dim={model.head_dim}; {remedy}"
     )
-  if config.data.vocab_size is not None and config.data.vocab_size < 8:
-    raise UserError(
-      f"data.vocab_size={config.data.vocab_size} is too small; use 300 or more"
-    )
+  _check_data(config.data)
   if config.batch_size % config.micro_batches:
     raise UserError(
       f"batch_size={config.batch_size} is not divisible by "
@@ -447,17 +539,16 @@ def _check(config: Config) -> None:
     )
   for seed in config.seeds:
     if not 0 <= seed < 2**31:
-      raise UserError(f"seeds={config.seeds} must lie between 0 and 2^31 - 1")
+      raise UserError(
+        f"seeds={config.seeds} must lie between 0 and 2^31 - 1, for example "
+        "(0,)"
+      )
   if not config.tapers:
     return
-  share("taper.start", taper.start)
-  share("taper.end", taper.end)
-  share("taper.ema_rate", taper.ema_rate)
-  positive("taper.ema_rate", taper.ema_rate)
   if taper.end <= taper.start:
     raise UserError(
       f"taper.end={taper.end} is not after taper.start={taper.start}; the gate "
-      "falls from start to end, both shares of the steps"
+      "falls from start to end: lower taper.start or raise taper.end"
     )
   steps = config.taper_steps
   if steps.start < 1:
@@ -472,10 +563,31 @@ def _check(config: Config) -> None:
       f"steps={config.steps} are the same step {steps.start}; raise steps"
     )
   if config.uses_scale_loss:
-    positive("taper.scale_loss_weight", taper.scale_loss_weight)
+    _check_positive("taper.scale_loss_weight", taper.scale_loss_weight)
   if model.final_norm == "taper" and model.tied and not config.fold.untie:
     raise UserError(
       f"fold.untie=False with variant={config.variant} and model.tied=True: "
       "the final norm folds into the head, which must then be untied from the "
       "embedding; set fold.untie=True"
+    )
+
+
+def _check_data(data: DataConfig) -> None:
+  if data.vocab_size is not None and data.vocab_size < MIN_VOCAB:
+    raise UserError(
+      f"data.vocab_size={data.vocab_size} must be {MIN_VOCAB} or more, since "
+      f"256 pieces are the bytes; for example {_EXAMPLES['data.vocab_size']}"
+    )
+  parts = {"data.train": data.train, "data.valid": data.valid}
+  corpus = [name for name, source in parts.items() if source == "corpus"]
+  if corpus and data.corpus_stories is None:
+    raise UserError(
+      f"data.corpus_stories=None is not enough for {corpus[0]}=corpus; give a "
+      f"number, for example {_EXAMPLES['data.corpus_stories']}"
+    )
+  if not corpus and data.corpus_stories is not None:
+    raise UserError(
+      f"data.corpus_stories={data.corpus_stories} has no effect with "
+      f"data.train={data.train} and data.valid={data.valid}, of which none is "
+      "corpus; leave it None"
     )

@@ -16,6 +16,10 @@ from tests import tiny
 get_config = configs.tinystories.get_config
 
 
+def parse(**changes):
+  return config_lib.parse(tiny.fields(**changes))
+
+
 def without(name):
   """The tiny fields without one of them."""
   fields = tiny.fields()
@@ -54,52 +58,112 @@ MESSAGES = [
     {"model__norm": "rms"},
     "model.norm='rms' is set by 'norm' outside `model`; remove it here",
   ),
-  ({"model": 3}, "model=3 is not a group of fields"),
-  ({"taper": None}, "taper=None is not a group of fields"),
-  ({"data": "corpus"}, "data='corpus' is not a group of fields"),
+  (
+    {"model": 3},
+    "model=3 is not a group of fields; set the fields in it one by one, as "
+    "configs/tinystories.py does",
+  ),
+  (
+    {"taper": None},
+    "taper=None is not a group of fields; set the fields in it one by one, as"
+    " configs/tinystories.py does",
+  ),
+  (
+    {"data": "corpus"},
+    "data='corpus' is not a group of fields; set the fields in it one by one,"
+    " as configs/tinystories.py does",
+  ),
   # Types.
-  ({"steps": "many"}, "steps='many' is of type str; it must be int"),
-  ({"steps": 10.5}, "steps=10.5 is of type float; it must be int"),
-  ({"steps": float("inf")}, "steps=inf is of type float; it must be int"),
-  ({"steps": float("nan")}, "steps=nan is of type float; it must be int"),
-  ({"steps": True}, "steps=True is of type bool; it must be int"),
-  ({"steps": None}, "steps=None is of type NoneType; it must be int"),
+  (
+    {"steps": "many"},
+    "steps='many' is of type str; it must be a whole number, for example 1000",
+  ),
+  (
+    {"steps": 10.5},
+    "steps=10.5 is of type float; it must be a whole number, for example 1000",
+  ),
+  (
+    {"steps": float("inf")},
+    "steps=inf is of type float; it must be a whole number, for example 1000",
+  ),
+  (
+    {"steps": float("nan")},
+    "steps=nan is of type float; it must be a whole number, for example 1000",
+  ),
+  (
+    {"steps": True},
+    "steps=True is of type bool; it must be a whole number, for example 1000",
+  ),
+  (
+    {"steps": None},
+    "steps=None is of type NoneType; it must be a whole number, for example "
+    "1000",
+  ),
   (
     # The derived rate needs both first: still the user's field by its name.
     {"steps": "many", "taper__ema_rate": None},
-    "steps='many' is of type str; it must be int",
+    "steps='many' is of type str; it must be a whole number, for example 1000",
   ),
   (
     {"taper__start": "5%", "taper__ema_rate": None},
-    "taper.start='5%' is of type str; it must be float",
+    "taper.start='5%' is of type str; it must be a number, for example 0.05",
   ),
   (
     {"data__vocab_size": "10k"},
-    "data.vocab_size='10k' is of type str; it must be int",
+    "data.vocab_size='10k' is of type str; it must be a whole number, for "
+    "example 10000",
   ),
   (
     {"model__tied": "no"},
-    "model.tied='no' is of type str; it must be bool",
+    "model.tied='no' is of type str; it must be True or False, for example "
+    "True",
   ),
   (
     {"model__num_heads": "two"},
-    "model.num_heads='two' is of type str; it must be int",
+    "model.num_heads='two' is of type str; it must be a whole number, for "
+    "example 4",
   ),
   (
     {"model__embed_dim": None},
-    "model.embed_dim=None is of type NoneType; it must be int",
+    "model.embed_dim=None is of type NoneType; it must be a whole number, for"
+    " example 64",
   ),
-  ({"size": 1}, "size=1 is of type int; it must be str"),
-  ({"seeds": 0}, "seeds=0 is not a list of int"),
-  ({"seeds": ("a",)}, "seeds='a' is of type str; it must be int"),
-  ({"model__biases": "q"}, "model.biases='q' is not a list of str"),
+  ({"size": 1}, "size=1 is of type int; it must be text, for example '1'"),
+  ({"seeds": 0}, "seeds=0 is not a list of whole numbers; write (0,)"),
+  (
+    {"seeds": ("a",)},
+    "seeds='a' is of type str; it must be a whole number, for example 4",
+  ),
+  (
+    {"model__biases": "q"},
+    "model.biases='q' is not a list of texts; write ('q',)",
+  ),
   (
     {"optimizer__learning_rate": float("nan")},
-    "optimizer.learning_rate=nan is not finite; give a number",
+    "optimizer.learning_rate=nan is not finite; give a number, for example "
+    "0.0003",
   ),
   (
     {"optimizer__clip_norm": float("inf")},
-    "optimizer.clip_norm=inf is not finite; give a number",
+    "optimizer.clip_norm=inf is not finite; give a number, for example 1.0",
+  ),
+  (
+    # Neither a float nor a string of digits can be made of it.
+    {"steps": 10**5000},
+    "steps is a number of 16610 bits; it must be below 2^63, for example 1000",
+  ),
+  (
+    {"steps": 1e300},
+    "steps is a number of 997 bits; it must be below 2^63, for example 1000",
+  ),
+  (
+    {"optimizer__learning_rate": 10**400},
+    "optimizer.learning_rate is a number of 1329 bits; it must be below 2^63, "
+    "for example 0.0003",
+  ),
+  (
+    {"data__tokenizer": 3},
+    "data.tokenizer=3 is of type int; it must be text, for example '3'",
   ),
   # Choices.
   (
@@ -135,26 +199,44 @@ MESSAGES = [
     "model.embed_dim=5 is not divisible by model.num_heads=8; use a "
     "multiple of 8, for example 8",
   ),
-  ({"model__num_heads": 0}, "model.num_heads=0 must be above 0"),
-  ({"model__num_heads": -2}, "model.num_heads=-2 must be above 0"),
-  ({"model__embed_dim": 0}, "model.embed_dim=0 must be above 0"),
+  ({"model__num_heads": 0}, "model.num_heads=0 must be above 0, for example 4"),
+  (
+    {"model__num_heads": -2},
+    "model.num_heads=-2 must be above 0, for example 4",
+  ),
+  (
+    {"model__embed_dim": 0},
+    "model.embed_dim=0 must be above 0, for example 64",
+  ),
   (
     {"model__num_heads": 4, "model__num_kv_heads": 3},
     "model.num_kv_heads=3 does not divide model.num_heads=4; use a divisor "
     "of it",
   ),
-  ({"model__num_kv_heads": 0}, "model.num_kv_heads=0 must be above 0"),
+  (
+    {"model__num_kv_heads": 0},
+    "model.num_kv_heads=0 must be above 0, for example 4",
+  ),
   (
     {"model__rotary_dim": 3},
-    "model.rotary_dim=3 must be even and at most model.head_dim=4",
+    "model.rotary_dim=3 must be even and at most model.head_dim=4; use 2",
   ),
   (
     {"model__rotary_dim": 6},
-    "model.rotary_dim=6 must be even and at most model.head_dim=4",
+    "model.rotary_dim=6 must be even and at most model.head_dim=4; use 4",
   ),
   (
     {"model__embed_dim": 6},
-    "model.rotary_dim=3 must be even and at most model.head_dim=3",
+    "model.rotary_dim=3 must be even and at most model.head_dim=3; use 2",
+  ),
+  (
+    {"model__embed_dim": 2},
+    "model.rotary_dim=1 must be even and at most model.head_dim=1; use a "
+    "larger head or model.positions=learned",
+  ),
+  (
+    {"model__biases": ("q", "k", "q")},
+    "model.biases=('q', 'k', 'q') repeats 'q'; name each projection once",
   ),
   (
     {"model__biases": ("head",)},
@@ -167,48 +249,113 @@ MESSAGES = [
     "projection; remove it",
   ),
   # Ranges.
-  ({"steps": 0}, "steps=0 must be above 0"),
-  ({"batch_size": 0}, "batch_size=0 must be above 0"),
-  ({"micro_batches": 0}, "micro_batches=0 must be above 0"),
-  ({"context_len": -1}, "context_len=-1 must be above 0"),
-  ({"log_every": 0}, "log_every=0 must be above 0"),
-  ({"model__num_layers": 0}, "model.num_layers=0 must be above 0"),
-  ({"model__head_dim": 0}, "model.head_dim=0 must be above 0"),
-  ({"model__mlp_dim": 0}, "model.mlp_dim=0 must be above 0"),
-  ({"model__norm_eps": 0}, "model.norm_eps=0.0 must be above 0"),
-  ({"model__rope_theta": 0}, "model.rope_theta=0.0 must be above 0"),
-  ({"model__init_std": 0}, "model.init_std=0.0 must be above 0"),
+  ({"steps": 0}, "steps=0 must be above 0, for example 1000"),
+  ({"batch_size": 0}, "batch_size=0 must be above 0, for example 16"),
+  ({"micro_batches": 0}, "micro_batches=0 must be above 0, for example 1"),
+  ({"context_len": -1}, "context_len=-1 must be above 0, for example 512"),
+  ({"log_every": 0}, "log_every=0 must be above 0, for example 10"),
+  (
+    {"model__num_layers": 0},
+    "model.num_layers=0 must be above 0, for example 8",
+  ),
+  ({"model__head_dim": 0}, "model.head_dim=0 must be above 0, for example 16"),
+  ({"model__mlp_dim": 0}, "model.mlp_dim=0 must be above 0, for example 176"),
+  (
+    {"model__norm_eps": 0},
+    "model.norm_eps=0.0 must be above 0, for example 1e-06",
+  ),
+  (
+    {"model__rope_theta": 0},
+    "model.rope_theta=0.0 must be above 0, for example 10000.0",
+  ),
+  (
+    {"model__init_std": 0},
+    "model.init_std=0.0 must be above 0, for example 0.02",
+  ),
   (
     {"optimizer__learning_rate": 0},
-    "optimizer.learning_rate=0.0 must be above 0",
+    "optimizer.learning_rate=0.0 must be above 0, for example 0.0003",
   ),
-  ({"optimizer__clip_norm": 0}, "optimizer.clip_norm=0.0 must be above 0"),
-  ({"optimizer__eps": 0}, "optimizer.eps=0.0 must be above 0"),
-  ({"eval__every": 0}, "eval.every=0 must be above 0"),
-  ({"eval__batch_size": 0}, "eval.batch_size=0 must be above 0"),
-  ({"eval__sample_tokens": 0}, "eval.sample_tokens=0 must be above 0"),
-  ({"eval__max_windows": 0}, "eval.max_windows=0 must be above 0"),
-  ({"checkpoint__every": 0}, "checkpoint.every=0 must be above 0"),
-  ({"data__corpus_stories": 0}, "data.corpus_stories=0 must be above 0"),
+  (
+    {"optimizer__clip_norm": 0},
+    "optimizer.clip_norm=0.0 must be above 0, for example 1.0",
+  ),
+  (
+    {"optimizer__eps": 0},
+    "optimizer.eps=0.0 must be above 0, for example 1e-08",
+  ),
+  ({"eval__every": 0}, "eval.every=0 must be above 0, for example 1000"),
+  (
+    {"eval__batch_size": 0},
+    "eval.batch_size=0 must be above 0, for example 16",
+  ),
+  (
+    {"eval__sample_tokens": 0},
+    "eval.sample_tokens=0 must be above 0, for example 100",
+  ),
+  (
+    {"eval__max_windows": 0},
+    "eval.max_windows=0 must be above 0, for example 128",
+  ),
+  (
+    {"checkpoint__every": 0},
+    "checkpoint.every=0 must be above 0, for example 1000",
+  ),
+  (
+    {"data__corpus_stories": 0},
+    "data.corpus_stories=0 must be above 0, for example 6000",
+  ),
   (
     {"optimizer__weight_decay": -1},
-    "optimizer.weight_decay=-1.0 must not be below 0",
+    "optimizer.weight_decay=-1.0 must not be below 0; use for example 0.0",
   ),
   (
     {"optimizer__final_learning_rate": -1},
-    "optimizer.final_learning_rate=-1.0 must not be below 0",
+    "optimizer.final_learning_rate=-1.0 must not be below 0; use for example "
+    "0.0",
   ),
   (
     {"optimizer__final_learning_rate": 0.5},
-    "optimizer.final_learning_rate=0.5 is above "
-    "optimizer.learning_rate=0.01; the rate only falls",
+    "optimizer.final_learning_rate=0.5 is above optimizer.learning_rate=0.01;"
+    " the rate only falls: use at most 0.01",
   ),
-  ({"optimizer__b1": 1}, "optimizer.b1=1.0 must be in [0, 1)"),
-  ({"optimizer__b2": -0.1}, "optimizer.b2=-0.1 must be in [0, 1)"),
-  ({"optimizer__warmup": 5}, "optimizer.warmup=5.0 must be between 0 and 1"),
+  (
+    {"optimizer__b1": 1},
+    "optimizer.b1=1.0 must be at least 0 and below 1, for example 0.9",
+  ),
+  (
+    {"optimizer__b2": -0.1},
+    "optimizer.b2=-0.1 must be at least 0 and below 1, for example 0.95",
+  ),
+  (
+    {"optimizer__warmup": 5},
+    "optimizer.warmup=5.0 must be between 0 and 1; it is a share of the "
+    "steps, for example 0.05",
+  ),
   (
     {"data__vocab_size": 7},
-    "data.vocab_size=7 is too small; use 300 or more",
+    "data.vocab_size=7 must be 300 or more, since 256 pieces are the bytes; "
+    "for example 10000",
+  ),
+  (
+    {"data__corpus_stories": None},
+    "data.corpus_stories=None is not enough for data.train=corpus; give a "
+    "number, for example 6000",
+  ),
+  (
+    {"data__corpus_stories": None, "data__train": "a.txt"},
+    "data.corpus_stories=None is not enough for data.valid=corpus; give a "
+    "number, for example 6000",
+  ),
+  (
+    {"data__train": "a.txt", "data__valid": "b.txt"},
+    "data.corpus_stories=20 has no effect with data.train=a.txt and "
+    "data.valid=b.txt, of which none is corpus; leave it None",
+  ),
+  (
+    {"data__vocab_size": 299},
+    "data.vocab_size=299 must be 300 or more, since 256 pieces are the bytes; "
+    "for example 10000",
   ),
   (
     {"data__vocab_size": None},
@@ -217,7 +364,7 @@ MESSAGES = [
   ),
   (
     {"data__tokenizer": "bytes"},
-    "data.vocab_size=31 has no effect with data.tokenizer=bytes, which "
+    "data.vocab_size=300 has no effect with data.tokenizer=bytes, which "
     "brings its own vocabulary; leave it None",
   ),
   (
@@ -238,17 +385,48 @@ MESSAGES = [
     "seeds=(0, 1) names 2 seeds; this version trains one at a time: start a "
     "run for each",
   ),
-  ({"seeds": (-1,)}, "seeds=(-1,) must lie between 0 and 2^31 - 1"),
-  ({"seeds": (2**31,)}, "seeds=(2147483648,) must lie between 0 and 2^31 - 1"),
-  # The taper.
-  ({"taper__start": -0.1}, "taper.start=-0.1 must be between 0 and 1"),
-  ({"taper__end": 1.5}, "taper.end=1.5 must be between 0 and 1"),
-  ({"taper__ema_rate": 2}, "taper.ema_rate=2.0 must be between 0 and 1"),
-  ({"taper__ema_rate": 0}, "taper.ema_rate=0.0 must be above 0"),
+  (
+    {"seeds": (-1,)},
+    "seeds=(-1,) must lie between 0 and 2^31 - 1, for example (0,)",
+  ),
+  (
+    {"seeds": (2**31,)},
+    "seeds=(2147483648,) must lie between 0 and 2^31 - 1, for example (0,)",
+  ),
+  # The taper: ranges hold in a baseline, too, which may become another.
+  (
+    {"variant": "baseline", "taper__end": 1.5},
+    "taper.end=1.5 must be between 0 and 1; it is a share of the steps, for "
+    "example 1.0",
+  ),
+  (
+    {"variant": "baseline", "taper__scale_loss_weight": -1},
+    "taper.scale_loss_weight=-1.0 must not be below 0; use for example 0.1",
+  ),
+  (
+    {"taper__start": -0.1},
+    "taper.start=-0.1 must be between 0 and 1; it is a share of the steps, "
+    "for example 0.05",
+  ),
+  (
+    {"taper__end": 1.5},
+    "taper.end=1.5 must be between 0 and 1; it is a share of the steps, for "
+    "example 1.0",
+  ),
+  (
+    {"taper__ema_rate": 2},
+    "taper.ema_rate=2.0 must be above 0 and at most 1; it is the weight of "
+    "the new sample, for example 0.1",
+  ),
+  (
+    {"taper__ema_rate": 0},
+    "taper.ema_rate=0.0 must be above 0 and at most 1; it is the weight of "
+    "the new sample, for example 0.1",
+  ),
   (
     {"taper__start": 0.8, "taper__end": 0.4},
-    "taper.end=0.4 is not after taper.start=0.8; the gate falls from start "
-    "to end, both shares of the steps",
+    "taper.end=0.4 is not after taper.start=0.8; the gate falls from start to"
+    " end: lower taper.start or raise taper.end",
   ),
   (
     {"taper__start": 0.0},
@@ -262,7 +440,7 @@ MESSAGES = [
   ),
   (
     {"taper__scale_loss_weight": 0},
-    "taper.scale_loss_weight=0.0 must be above 0",
+    "taper.scale_loss_weight=0.0 must be above 0, for example 0.1",
   ),
   (
     {"fold__untie": False},
@@ -279,7 +457,7 @@ MESSAGES = [
 def test_each_mistake_gets_its_one_line(changes, message):
   """Word for word: a message that is wrong, or crashes, is a bug."""
   with pytest.raises(UserError) as error:
-    config_lib.parse(tiny.fields(**changes))
+    parse(**changes)
   assert str(error.value) == message
   assert "\n" not in message
 
@@ -294,6 +472,13 @@ def test_a_missing_field_is_named(name):
     UserError, match=rf"^{name} is missing; add it to the config file$"
   ):
     config_lib.parse(without(name))
+
+
+def test_stories_are_for_the_embedded_corpus_alone():
+  """One of the two texts is enough to need them."""
+  files = {"data__train": "a.txt", "data__valid": "b.txt"}
+  assert parse(**files, data__corpus_stories=None).data.corpus_stories is None
+  assert parse(data__train="a.txt").data.corpus_stories == 20
 
 
 def test_a_baseline_does_not_care_about_the_taper():
@@ -315,9 +500,10 @@ def test_fields_left_none_follow_the_others():
   assert (model.num_kv_heads, model.head_dim, model.rotary_dim) == (16, 4, 4)
   assert model.mlp_dim == 176
   assert tiny.config(model__head_dim=6).model.rotary_dim == 6
-  free = tiny.config(data__tokenizer="bytes", data__vocab_size=None)
+  assert parse().model.vocab_size == 300
+  free = parse(data__tokenizer="bytes", data__vocab_size=None)
   assert free.model.vocab_size == 257
-  path = tiny.config(data__tokenizer="a/tokenizer.json", data__vocab_size=None)
+  path = parse(data__tokenizer="a/tokenizer.json", data__vocab_size=None)
   assert path.model.vocab_size == 0
   assert path.with_vocab(500).model.vocab_size == 500
 
@@ -464,7 +650,7 @@ def test_a_locked_config_dict_is_read_like_a_dict():
   """parse does not write into what it is given."""
   fields = config_dict.ConfigDict(tiny.fields()).lock()
   before = fields.to_json()
-  assert config_lib.parse(fields) == tiny.config()
+  assert config_lib.parse(fields) == parse()
   assert fields.to_json() == before
 
 

@@ -112,7 +112,7 @@ def fields(**changes) -> dict:
       "train": "corpus",
       "valid": "corpus",
       "tokenizer": "sentencepiece",
-      "vocab_size": V,
+      "vocab_size": 300,
       "folder": None,
       "corpus_stories": 20,
     },
@@ -136,8 +136,8 @@ def fields(**changes) -> dict:
 
 
 def config(**changes) -> Config:
-  """A parsed run of ten steps; changes as for `fields`."""
-  return config_lib.parse(fields(**changes))
+  """A parsed run of ten steps with V tokens; changes as for `fields`."""
+  return config_lib.parse(fields(**changes)).with_vocab(V)
 
 
 def params(config: ModelConfig, seed: int = 0) -> dict:
