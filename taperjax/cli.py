@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
@@ -17,8 +18,7 @@ import pathlib
 import re
 import runpy
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from taperjax.errors import UserError
@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
   with report_errors(f"taperjax {args.command}", args.debug):
     result = args.run(args)
     if args.json:
-      print(json.dumps(result, allow_nan=False))
+      from taperjax.summary import strict
+
+      print(json.dumps(strict(result), allow_nan=False))
     sys.stdout.flush()
 
 
@@ -148,6 +150,14 @@ class _Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> None:
     self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def _step(text: str) -> int | str:
+  """A step on the command line; argparse names it in its message."""
+  return text if text == "best" else int(text)
+
+
+_step.__name__ = "step number"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(run=run)
     sub.add_argument("model", help=model_help)
-    sub.add_argument("--step", type=int, help="checkpoint; default the latest")
+    sub.add_argument(
+      "--step",
+      type=_step,
+      metavar="STEP",
+      help="checkpoint, a number or best; default the latest",
+    )
     sub.add_argument("--json", action="store_true", help="print a JSON object")
     sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return sub
@@ -189,6 +204,11 @@ def _parser() -> argparse.ArgumentParser:
 
   sub = command("fold", _fold, "Fold the tapers into the weights.", where)
   sub.add_argument("--out", help="folder to write; default folded/ in the run")
+  sub.add_argument(
+    "--data",
+    metavar="FILE",
+    help="text to compare on; default the run's validation text",
+  )
 
   sub = command("generate", _generate, "Continue texts.", where)
   gate(sub)
@@ -197,7 +217,11 @@ def _parser() -> argparse.ArgumentParser:
     action="append",
     help="text to continue; may be repeated; default a new text",
   )
-  sub.add_argument("--max-new", type=int, default=200, help="tokens")
+  sub.add_argument(
+    "--max-new",
+    type=int,
+    help="tokens; default 200, or what the context has room for",
+  )
   sub.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
   sub.add_argument("--top-k", type=int, default=0, help="0: off")
   sub.add_argument("--top-p", type=float, default=1.0, help="1: off")
@@ -215,39 +239,46 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+def _at_least_one(args: argparse.Namespace, *names: str) -> None:
+  for name in names:
+    value = getattr(args, name)
+    if value is not None and value < 1:
+      raise UserError(
+        f"--{name.replace('_', '-')}={value} must be 1 or more; for example 16"
+      )
 
 
 def _eval(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import api
 
-  for name in ("batch_size", "max_windows"):
-    value = getattr(args, name)
-    if value is not None and value < 1:
-      raise UserError(f"--{name.replace('_', '-')}={value} must be 1 or more")
+  _at_least_one(args, "batch_size", "max_windows")
   model = api.load(args.model, args.step)
   gate = api.check_gate(model, args.gate)
   shown = f", gate {gate:g}" if model.tapered else ""
   results = []
   for name, batches in _eval_texts(args, model):
-    found = api.evaluate_batches(model, batches, gate=gate)
-    results.append({"data": name, **found})
+    found = {"data": name}
+    found |= api.evaluate_batches(model, batches(), gate=args.gate)
+    if model.calibrated and gate > 0.0:  # the paper evaluates at gate 0
+      zero = api.evaluate_batches(model, batches(), gate=0.0)
+      found["loss_g0"] = zero["loss"]
+    results.append(found)
     if not args.json:
       bits = found["bits_per_byte"]
       bits = "" if bits is None else f"  {bits:.4f} bits per byte"
+      zero = f"  {found['loss_g0']:.4f} at gate 0" if "loss_g0" in found else ""
       print(
-        f"{name}: {found['loss']:.4f} nats per token{bits}  "
+        f"{name}: {found['loss']:.4f} nats per token{bits}{zero}  "
         f"({found['tokens']:,} tokens{shown})"
       )
   gate = gate if model.tapered else None  # norms, or folded: there is none
   return {"step": model.step, "gate": gate, "results": results}
 
 
-def _eval_texts(args, model) -> Iterator[tuple[str, Any]]:
-  """(name, batches) of every text that was asked for."""
+def _eval_texts(args, model) -> Iterator[tuple[str, Callable[[], Any]]]:
+  """(name, function that gives batches) of every text that was asked for."""
   from taperjax import saved
-  from taperjax.data import text, tokens, windows
+  from taperjax.data import text, windows
 
   shape = {
     "batch_size": args.batch_size,
@@ -256,24 +287,38 @@ def _eval_texts(args, model) -> Iterator[tuple[str, Any]]:
   tokenizer = _need_tokenizer(model)
   if args.per_document:
     if not args.data:
-      raise UserError("--per-document needs --data FILE")
+      raise UserError("--per-document needs texts; add --data FILE")
     if args.max_windows is not None:
-      raise UserError("--max-windows has no effect with --per-document")
+      raise UserError(
+        "--max-windows has no effect with --per-document; leave it out"
+      )
+    bos = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     for path in args.data:
-      rows = (tokenizer.encode(t) for t in text.iter_documents(path))
-      bos = tokenizer.bos_id
-      bos = tokenizer.eos_id if bos is None else bos
-      yield path, windows.document_batches(rows, bos_id=bos, **shape)
+      rows = [tokenizer.encode(t) for t in text.iter_documents(path)]
+      yield path, functools.partial(
+        windows.document_batches, rows, bos_id=bos, **shape
+      )
     return
   shape["max_windows"] = args.max_windows
   if not args.data:
-    valid = saved.run_data(model).valid
-    yield "validation", windows.eval_batches(valid.tokens, **shape)
-    return
-  for path in args.data:
-    with tempfile.TemporaryDirectory(prefix="taperjax-") as folder:
-      file = tokens.prepare(path, tokenizer, folder, name="text", log=_say)
-      yield path, windows.eval_batches(file.tokens, **shape)
+    ids = saved.valid_tokens(model)
+    yield "validation", functools.partial(windows.eval_batches, ids, **shape)
+  for path in args.data or ():
+    ids = _stream_of(path, tokenizer)
+    yield path, functools.partial(windows.eval_batches, ids, **shape)
+
+
+def _stream_of(path: str, tokenizer) -> Any:
+  """Ids of a file's documents, each followed by end-of-text."""
+  import numpy as np
+
+  from taperjax.data import text
+
+  parts = (
+    np.asarray([*tokenizer.encode(t), tokenizer.eos_id], np.int32)
+    for t in text.iter_documents(path)
+  )
+  return np.concatenate(list(parts))
 
 
 def _need_tokenizer(model):
@@ -292,15 +337,21 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
   model = api.load(args.model, args.step)
   out = args.out or (saved.workdir_of(model.folder) or model.folder) / "folded"
   out = pathlib.Path(out)
-  report, *_ = saved.write_folded(
-    out,
-    model,
-    lambda: windows.eval_batches(
-      saved.run_data(model).valid.tokens,
-      batch_size=16,
+
+  def batches():  # those of the run, so that the report is the same
+    shape = model.meta["config"]["eval"]
+    if args.data:
+      ids = _stream_of(args.data, _need_tokenizer(model))
+    else:
+      ids = saved.valid_tokens(model)
+    return windows.eval_batches(
+      ids,
+      batch_size=shape["batch_size"],
       context_len=model.config.context_len,
-    ),
-  )
+      max_windows=shape["max_windows"],
+    )
+
+  report, *_ = saved.write_folded(out, model, batches)
   if not args.json:
     errors = {
       k: math.nan if v is None else v for k, v in report["errors"].items()
@@ -313,14 +364,13 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
       f"float32 at logit scale {errors['logit_scale_f32']:.3g}, "
       f"{errors['max_abs_delta_logit_bf16']:.3g} in bfloat16"
     )
-  return {"folded": str(out), **report}
+  return {"out": str(out), **report}
 
 
 def _generate(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import api, decode
 
-  if args.max_new < 1:
-    raise UserError(f"--max-new={args.max_new} must be 1 or more")
+  _at_least_one(args, "max_new")
   sampling = decode.Sampling(args.temperature, args.top_k, args.top_p)
   model = api.load(args.model, args.step)
   tokenizer = _need_tokenizer(model)
@@ -349,9 +399,10 @@ def _stream(model, prompt, ids, options) -> dict[str, Any]:
   """Prints the text as it comes."""
   from taperjax import api
 
+  blocks = api.stream_ids(model, ids, **options)  # checks the options
   print(prompt, end="", flush=True)
   row, shown = [], ""
-  for block in api.stream_ids(model, ids, **options):
+  for block in blocks:
     row += block
     # A character may span tokens: decode the whole, print what is new.
     text = model.tokenizer.decode(row)
