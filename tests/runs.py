@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 
 from taperjax import checkpoint, config as config_lib, loop, metrics
@@ -64,14 +65,30 @@ def config(**changes) -> config_lib.Config:
   return config_lib.parse(fields(**changes))
 
 
-def train(root: pathlib.Path, name: str, stop_after=None, **changes):
-  """loop.train in root/name, with programs that all tests share."""
-  return loop.train(
-    config(**changes),
-    root / name,
-    stop_after=stop_after,
-    compilation_cache=root / "cache",
-  )
+def train(
+  root: pathlib.Path,
+  workdir: str | pathlib.Path,
+  stop_after: int | None = None,
+  overwrite: bool = False,
+  **changes,
+):
+  """loop.train in root/workdir, with programs that all tests share.
+
+  Nothing is gained from fast programs here, and they take twice as long to
+  make; the subprocesses do likewise, so all runs are comparable.
+  """
+  before = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", True)
+  try:
+    return loop.train(
+      config(**changes),
+      root / workdir,
+      overwrite=overwrite,
+      stop_after=stop_after,
+      compilation_cache=root / "cache",
+    )
+  finally:
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def shared_root(tmp_path_factory) -> pathlib.Path:
@@ -146,6 +163,14 @@ def untimed_summary(workdir: pathlib.Path) -> dict:
   return summary
 
 
+def damage(workdir: pathlib.Path, step: int) -> None:
+  """Truncates every data file of a checkpoint, as a full disk would."""
+  paths = list((workdir / "checkpoints" / str(step) / "state").rglob("d/*"))
+  assert paths
+  for path in paths:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
 def assert_finite(folder: pathlib.Path) -> None:
   """No checkpoint of a folder holds a NaN or an infinity."""
   for step in checkpoint.Checkpoints(folder, read_only=True).steps():
@@ -153,7 +178,7 @@ def assert_finite(folder: pathlib.Path) -> None:
       assert np.all(np.isfinite(array)), f"step {step}: {name}"
 
 
-def process(*arguments, **options) -> subprocess.CompletedProcess:
+def process(*arguments) -> subprocess.CompletedProcess:
   """This module as a program; its output as text."""
   return subprocess.run(
     command(*arguments),
@@ -161,8 +186,13 @@ def process(*arguments, **options) -> subprocess.CompletedProcess:
     capture_output=True,
     text=True,
     timeout=LIMIT,
-    **options,
+    env=environment(),
   )
+
+
+def environment() -> dict[str, str]:
+  """Of the other processes: see `train`."""
+  return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def command(*arguments) -> list[str]:

@@ -89,21 +89,21 @@ CASES = {
   ),
   "unknown option": ([QUICK, "--wrokdir=x"], "wrokdir"),
   "width and heads": (
-    [QUICK, "--config.model.embed_dim=130"],
-    "model.embed_dim=130 is not divisible by model.num_heads=4; use a "
-    "multiple of 4, for example 128 or 132",
+    [TINY, "--config.model.embed_dim=9"],
+    "model.embed_dim=9 is not divisible by model.num_heads=2; use a multiple "
+    "of 2, for example 8 or 10",
   ),
   "taper end before start": (
-    [QUICK, "--config.taper.end=0.01"],
-    "taper.end=0.01 is not after taper.start=0.05; the gate falls",
+    [TINY, "--config.taper.end=0.3"],
+    "taper.end=0.3 is not after taper.start=0.4; the gate falls",
   ),
   "no warm-up to calibrate on": (
-    [QUICK, "--config.taper.start=0"],
-    "taper.start=0.0 of steps=400 is step 0; calibration needs at least one "
+    [TINY, "--config.taper.start=0"],
+    "taper.start=0.0 of steps=10 is step 0; calibration needs at least one "
     "step before the taper",
   ),
   "final taper that may not untie": (
-    [QUICK, "--config.fold.untie=False"],
+    [TINY, "--config.fold.untie=False"],
     "fold.untie=False with variant=all_aux and model.tied=True: the final norm "
     "folds into the head, which must then be untied",
   ),
