@@ -285,7 +285,9 @@ def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
     return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
   gate = float(gate)
   if not 0 <= gate <= 1:
-    raise UserError(f"gate={gate} must be between 0 and 1")
+    raise UserError(
+      f"gate={gate} must be between 0 and 1, for example 0, the end of the taper"
+    )
   if gate == 1:
     return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
   names = calibration.site_names(config.num_layers)
@@ -313,11 +315,15 @@ def _check(prompts, config, max_new, seed, stop_ids, first_row, window) -> None:
       "end-of-text token alone"
     )
   if max_new < 1:
-    raise UserError(f"max_new={max_new} must be at least 1")
+    raise UserError(f"max_new={max_new} must be at least 1, for example 100")
   if not 0 <= seed < 2**31:
-    raise UserError(f"seed={seed} must lie between 0 and 2^31 - 1")
+    raise UserError(
+      f"seed={seed} must lie between 0 and 2^31 - 1, for example 0"
+    )
   if first_row < 0:
-    raise UserError(f"first_row={first_row} must not be below 0")
+    raise UserError(
+      f"first_row={first_row} must not be below 0; use 0 for the first prompt"
+    )
   vocab, context = config.vocab_size, config.context_len
   for row, prompt in enumerate(prompts):
     if not len(prompt):
@@ -337,7 +343,10 @@ def _check(prompts, config, max_new, seed, stop_ids, first_row, window) -> None:
         "the context with --window"
       )
   if window and context < 2:
-    raise UserError(f"context_len={context} is too short for --window")
+    raise UserError(
+      f"context_len={context} is too short for --window, which needs 2 or more; "
+      "use a model with a longer context"
+    )
   for token in stop_ids:
     if not 0 <= token < vocab:
       raise UserError(
