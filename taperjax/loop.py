@@ -15,27 +15,21 @@ What lies in a workdir:
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import json
 import math
 import os
 import pathlib
-import shutil
-import signal
 import statistics
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import (
-  compilation_cache as jax_cache,
-)
 
 from taperjax import (
   checkpoint,
   config as config_lib,
+  data as data_lib,
   decode,
   evaluation,
   gate as gate_lib,
@@ -44,24 +38,13 @@ from taperjax import (
   saved,
   state as state_lib,
   step as step_lib,
+  workdir as workdir_lib,
 )
 from taperjax.config import Config
 from taperjax.data import windows
 from taperjax.errors import UserError
 from taperjax.summary import commit, print_table, say, versions, write_json
 
-# What a run writes, and all that --overwrite removes.
-OUTPUTS = (
-  "config.json",
-  "tokenizer",
-  "data",
-  "checkpoints",
-  "folded",
-  "metrics.jsonl",
-  "tensorboard",
-  "summary.json",
-  "cache",
-)
 SAMPLING = decode.Sampling(temperature=0.7, top_p=0.9)  # sampled stories
 DECODE_REPEATS = 7  # of the closing speed measurement
 
@@ -94,43 +77,51 @@ def train(
       f"stop_after={stop_after} must be from 1 to steps - 1 = "
       f"{config.steps - 1}; leave it out to train to the end"
     )
-  workdir = _open_workdir(config, workdir)
+  workdir = workdir_lib.open_workdir(
+    workdir, f"{config.size}_{config.variant}"
+  )
   cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
-  with _lock(workdir), _compilation_cache(cache), _signals() as stop:
-    _remove(workdir, OUTPUTS if overwrite else ())
-    return Run(config, workdir, stop, stop_after).run()
+  with workdir_lib.lock(workdir), workdir_lib.compilation_cache(cache):
+    return Run(config, workdir, overwrite).run(stop_after)
 
 
 class Run:
   """One run in one workdir. Read `run` first."""
 
-  def __init__(
-    self,
-    config: Config,
-    workdir: pathlib.Path,
-    stop: list[str],
-    stop_after: int | None,
-  ):
+  def __init__(self, config: Config, workdir: pathlib.Path, overwrite: bool):
     self.workdir = workdir
-    self.stop = stop  # names of the signals that came
-    self.stop_after = stop_after
     self.began = time.monotonic()
     self.earlier_s = 0.0  # wall time of earlier sittings
     self.saved_step: int | None = None
+    workdir_lib.clean(workdir, results=False)
     self.checkpoints = checkpoint.Checkpoints(
       workdir / "checkpoints", log=say
     )
-    meta = self._saved_meta()
+    meta = None if overwrite else self._saved_meta()
     if meta:  # before any data are made for a run that will not go on
       # A tokenizer from a file tells its vocabulary later.
       vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]
       _check_same_config(config.with_vocab(vocab_size), meta["config"])
-    self.data = saved.load_data(
-      config, workdir, expect=meta["data_hashes"] if meta else None
+    data = config.data
+    self.data = data_lib.load_data(
+      train=data.train,
+      valid=data.valid,
+      tokenizer=data.tokenizer,
+      vocab_size=data.vocab_size,
+      folder=data.folder or workdir / "data",
+      seed=0,  # the text is the same for every seed of the model
+      corpus_stories=data.corpus_stories,
+      log=say,
+      expect=meta["data_hashes"] if meta else None,
     )
     self.config = config.with_vocab(self.data.tokenizer.vocab_size)
     self.seed = self.config.seeds[0]
     self._check_lengths()
+    if overwrite:  # only now: a mistake above must not cost the earlier run
+      workdir_lib.clean(workdir, results=True)
+      self.checkpoints = checkpoint.Checkpoints(
+        workdir / "checkpoints", log=say
+      )
     write_json(workdir / "config.json", config_lib.to_dict(self.config))
     self.data.tokenizer.save(workdir / "tokenizer")
     self.eval_step = step_lib.make_eval_step(self.config.model)
@@ -140,7 +131,7 @@ class Run:
     self.interval = _empty_interval()
     self.final_valid: dict[str, Any] | None = None
 
-  def run(self) -> dict[str, Any] | None:
+  def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
     """Norm phase, calibration, taper, scale phase; then fold and summary."""
     config = self.config
     self._describe()
@@ -152,54 +143,75 @@ class Run:
       summary = json.loads(summary_path.read_text(encoding="utf-8"))
       print_table(summary)
       return summary
+    if stop_after is not None and stop_after <= first:
+      raise UserError(
+        f"stop_after={stop_after} is not after step {first}, where this run "
+        "goes on; raise it or leave it out"
+      )
     summary_path.unlink(missing_ok=True)  # of steps that are done once more
     self.metrics = metrics_lib.MetricsWriter(
       self.workdir, resume_step=first if self.saved_step is not None else None
     )
-    mask_BL = jnp.ones((config.batch_size, config.context_len), jnp.float32)
-    pending = None  # (step, metrics) of the step that the device works on
-    taper_steps = config.taper_steps
     with (
       contextlib.closing(self.metrics),
       contextlib.closing(self.checkpoints),
       metrics_lib.Progress(config.steps, first) as self.progress,
     ):
-      self.rate = _Rate(config)
-      for k in range(first + 1, config.steps + 1):
-        train_step = self._step(gate_lib.phase(k, taper_steps))
-        tokens_BL1 = windows.train_batch(
-          self.data.train.tokens,
-          seed=self.seed,
-          step=k,
-          batch_size=config.batch_size,
-          context_len=config.context_len,
-        )
-        state, values = train_step(state, tokens_BL1, mask_BL)
-        if pending is not None:
-          self._log(*pending)  # while the device computes step k
-        pending = (k, values)
-        if taper_steps is not None and k == taper_steps.start:
-          state = self._calibrate(state)
-        last = k == config.steps
-        stopping = bool(self.stop) or k == self.stop_after
-        evaluating = last or k % config.eval.every == 0
-        saving = last or stopping or k % config.checkpoint.every == 0
-        if evaluating or saving:
-          self._log(*pending)  # never evaluate or save what is not finite
-          pending = None
-        valid_loss = self._evaluate(state) if evaluating else None
-        if saving:
-          self._save(state, valid_loss)
-        if evaluating or saving:
-          self.rate.skip()
-        if stopping and not last:
-          self.checkpoints.wait()
-          why = self.stop[0] if self.stop else f"--stop_after={k}"
-          say(f"stopped at step {k} of {config.steps} ({why}); run the same "
-               "command to go on", self.progress)
-          return None
+      with workdir_lib.signals() as stop:
+        state = self._train(state, stop, stop_after)
       self.checkpoints.wait()
+      if int(state.step) < config.steps:
+        return None
       return self._finish(state)
+
+  def _train(
+    self,
+    state: state_lib.TrainState,
+    stop: list[str],
+    stop_after: int | None,
+  ) -> state_lib.TrainState:
+    """Steps to the end, or to where a signal or `stop_after` stops them."""
+    config, taper_steps = self.config, self.config.taper_steps
+    mask_BL = jnp.ones((config.batch_size, config.context_len), jnp.float32)
+    pending = None  # (step, metrics) of the step that the device works on
+    self.rate = _Rate(config)
+    for k in range(int(state.step) + 1, config.steps + 1):
+      train_step = self._step(gate_lib.phase(k, taper_steps))
+      tokens_BL1 = windows.train_batch(
+        self.data.train.tokens,
+        seed=self.seed,
+        step=k,
+        batch_size=config.batch_size,
+        context_len=config.context_len,
+      )
+      state, values = train_step(state, tokens_BL1, mask_BL)
+      if pending is not None:
+        self._log(*pending)  # while the device computes step k
+      pending = (k, values)
+      if taper_steps is not None and k == taper_steps.start:
+        state = self._calibrate(state)
+      last = k == config.steps
+      stopping = bool(stop) or k == stop_after
+      evaluating = last or k % config.eval.every == 0
+      saving = last or stopping or k % config.checkpoint.every == 0
+      if evaluating or saving:
+        self._log(*pending)  # never evaluate or save what is not finite
+        pending = None
+      valid_loss = self._evaluate(state) if evaluating else None
+      if saving:
+        self._save(state, valid_loss)
+      if evaluating or saving:
+        self.rate.skip()
+      if stopping and not last:
+        self.checkpoints.wait()
+        why = stop[0] if stop else f"--stop_after={k}"
+        say(
+          f"stopped at step {k} of {config.steps} ({why}); the same command "
+          f"with --workdir={self.workdir} goes on",
+          self.progress,
+        )
+        break
+    return state
 
   def _check_lengths(self) -> None:
     """Raises before the first step where a text or the prompt cannot serve."""
@@ -285,6 +297,9 @@ class Run:
       if k < config.log_every:  # something to see from the first step on
         self.progress.update(k, loss=values["loss"], gate=values["gate"])
       return
+    steps = config.taper_steps
+    if steps is None or k <= steps.start:
+      values["scale_target"] = None  # does not exist before calibration
     count = sums["count"]
     for name in ("loss", "scale_loss", "clipped"):
       values[name] = sums[name] / count
@@ -401,8 +416,7 @@ class Run:
       config.model,
       [prompt],
       max_new=min(config.eval.sample_tokens, room),
-      # An array, so that one compiled program serves the whole run.
-      gate=jnp.float32(0.0 if calibrated else 1.0),
+      gate=0.0 if calibrated else 1.0,
       c=state.taper.c,
       sampling=SAMPLING,
       seed=self.seed,
@@ -451,11 +465,17 @@ class Run:
       "seed": self.seed,
       "next_batch": {"seed": self.seed, "step": k + 1},
       "data_hashes": self.data.hashes,
+      "valid_tokens": self._relative(self.data.valid.path),
       "interval": self.interval,
       "wall_s": self._wall(),
       "commit": commit(),
       "versions": versions(),
     }
+
+  def _relative(self, path: pathlib.Path) -> str:
+    """A path that a moved workdir takes along, if it lies in there."""
+    path, here = path.absolute(), self.workdir.absolute()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
   def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
     """Folds, compares, measures decoding, writes and prints the summary."""
@@ -579,102 +599,6 @@ def _all_finite(tree: Any) -> jax.Array:
   """Whether no number in the tree is NaN or infinite."""
   leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
   return jnp.all(jnp.stack(leaves))
-
-
-def _open_workdir(
-  config: Config, workdir: str | os.PathLike[str] | None
-) -> pathlib.Path:
-  """The folder of the run, checked and made; resumes only a run of its own."""
-  if workdir is None:
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    workdir = f"runs/{now}_{config.size}_{config.variant}"
-  path = pathlib.Path(workdir)
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    there = {p.name for p in path.iterdir() if ".part-" not in p.name}
-    there -= {".lock"}
-    if "config.json" not in there and not there <= set(OUTPUTS):
-      raise UserError(
-        f"workdir={path} holds {min(there - set(OUTPUTS))!r} and no run of "
-        "taperjax; choose another folder"
-      )
-    probe = path / ".lock"
-    probe.touch()
-  except OSError as error:
-    raise UserError(
-      f"workdir={path} cannot be written ({error.strerror}); choose a "
-      "writable folder"
-    ) from error
-  return path
-
-
-def _remove(workdir: pathlib.Path, names: tuple[str, ...]) -> None:
-  """Removes outputs by name, and what a killed run left half-written."""
-  for target in [*workdir.glob("*.part-*"), *(workdir / n for n in names)]:
-    if target.is_dir() and not target.is_symlink():
-      shutil.rmtree(target)
-    else:
-      target.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _compilation_cache(folder: pathlib.Path):
-  """Compiled programs lie in the folder during this run, and only then."""
-  options = {
-    "jax_compilation_cache_dir": str(folder),
-    "jax_persistent_cache_min_compile_time_secs": 0,
-  }
-  before = {name: getattr(jax.config, name) for name in options}
-
-  def use(options):
-    for name, value in options.items():
-      jax.config.update(name, value)
-    jax_cache.reset_cache()  # jax asks for the folder only once
-
-  use(options)
-  try:
-    yield
-  finally:
-    use(before)
-
-
-@contextlib.contextmanager
-def _lock(workdir: pathlib.Path):
-  """One run at a time in a workdir; the system frees it when a run dies."""
-  with (workdir / ".lock").open("w") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      raise UserError(
-        f"workdir={workdir} is in use by another run; wait for it or choose "
-        "another folder"
-      ) from error
-    yield
-
-
-@contextlib.contextmanager
-def _signals():
-  """SIGTERM and Ctrl-C ask the loop to save and stop; a second one insists."""
-  names: list[str] = []
-
-  def note(number, frame):
-    del frame
-    if names:
-      raise KeyboardInterrupt
-    names.append(signal.Signals(number).name)
-    say("stopping after this step; once more to stop at once")
-
-  try:
-    before = {
-      s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)
-    }
-  except ValueError:  # not in the main thread: the caller handles signals
-    before = {}
-  try:
-    yield names
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
 
 
 def _check_same_config(config: Config, before: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import shutil
@@ -18,13 +17,12 @@ from taperjax import (
   calibration,
   checkpoint,
   config as config_lib,
-  data as data_lib,
   folding,
   model as model_lib,
 )
-from taperjax.data import tokenizer as tokenizer_lib
+from taperjax.data import tokenizer as tokenizer_lib, tokens
 from taperjax.errors import UserError
-from taperjax.summary import say, write_json
+from taperjax.summary import say, strict, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Model:
     params: parameter tree, float32.
     config: its shape; modes "none" where norms are folded.
     c: calibrated factors by site, (S,); zeros before calibration.
-    gate: gate of the tapered norms, 1.0 for a model without tapers.
+    gate: gate of the tapered norms; without effect where none is tapered.
     tokenizer: or None for a model that was made in memory without one.
     step: optimizer steps done.
     meta: what was saved beside it: configuration, seed, versions, commit.
@@ -66,19 +64,28 @@ class Model:
 
 
 def load(
-  path: str | os.PathLike[str], step: int | None = None
+  path: str | os.PathLike[str], step: int | str | None = None
 ) -> Model:
   """Opens a workdir, a folder of checkpoints, or one step in it.
 
   Args:
     path: a workdir (its training checkpoints), WORKDIR/checkpoints,
       WORKDIR/folded, or one of these with a step at the end.
-    step: the latest unless told.
+    step: the latest unless told; "best" is that of the lowest validation loss
+      (of a tapered run only steps at gate 0 compete).
 
   Raises:
     UserError: no checkpoint there, or a damaged one.
   """
-  folder, step = _find(pathlib.Path(path), step)
+  best = step == "best"
+  folder, step = _find(pathlib.Path(path), None if best else step)
+  if best:
+    step = checkpoint.Checkpoints(folder, read_only=True).best_step()
+    if step is None:
+      raise UserError(
+        f"step=best: no checkpoint in {folder} competes, for none is at the "
+        "final gate; leave --step out for the latest"
+      )
   folder = folder.resolve()  # its parents hold what belongs to it
   step, tree, meta = checkpoint.load_arrays(folder, step)
   return Model(
@@ -158,36 +165,30 @@ def site_factors(
   ]
 
 
-def run_data(model: Model):
-  """Tokens of the run that a checkpoint belongs to, the very same ones."""
+def valid_tokens(model: Model) -> np.ndarray:
+  """Validation ids of the run that a checkpoint belongs to, the very same.
+
+  Raises:
+    UserError: the checkpoint lies in no workdir, or the token file is missing
+      or another one.
+  """
   workdir = None if model.folder is None else workdir_of(model.folder)
   if workdir is None:
     raise UserError(
       f"{model.folder} lies in no workdir, so its validation text is not "
       "known; give --data FILE"
     )
-  config = config_lib.config_from_dict(model.meta["config"])
-  return load_data(config, workdir, expect=model.meta["data_hashes"])
-
-
-def load_data(
-  config: config_lib.Config,
-  workdir: pathlib.Path,
-  expect: dict[str, Any] | None = None,
-) -> data_lib.Data:
-  """Tokenizer and token files of a run; prepared when they are not there."""
-  data = config.data
-  return data_lib.load_data(
-    train=data.train,
-    valid=data.valid,
-    tokenizer=data.tokenizer,
-    vocab_size=data.vocab_size,
-    folder=pathlib.Path(data.folder or workdir / "data"),
-    seed=0,  # the text is the same for every seed of the model
-    corpus_stories=data.corpus_stories,
-    log=say,
-    expect=expect,
-  )
+  path = workdir / model.meta["valid_tokens"]
+  try:
+    found = tokens.load_tokens(path.parent, path.stem)
+  except UserError as error:
+    raise UserError(f"{error} Or give --data FILE") from error
+  if found.hashes != model.meta["data_hashes"]["valid"]:
+    raise UserError(
+      f"tokens={path} are not those that the run was validated on; put these "
+      "back, or give --data FILE"
+    )
+  return found.tokens
 
 
 def write_folded(
@@ -221,7 +222,7 @@ def write_folded(
   )
   report = {
     # A model that has diverged may leave float32; JSON has no infinity.
-    "errors": {k: v if math.isfinite(v) else None for k, v in errors.items()},
+    "errors": strict(errors),  # one dtype may overflow where another does not
     "compared_tokens": int(mask_BL.sum()),
     "folded": folding.folded_tensors(model.config),
     "params": model_lib.count_params(model.params)[0],
