@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from taperjax import attention, norms
+from taperjax import attention, gate as gate_lib, norms
 from taperjax.config import ModelConfig
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -34,13 +34,17 @@ def _normal(std: float):
 
 
 class Linear(nn.Module):
-  """x W + b over the last `in_axes` axes, in the compute dtype."""
+  """x W + b over the last `in_axes` axes, in the compute dtype.
+
+  With `out_dtype` the sums and the bias are kept in that dtype.
+  """
 
   features: tuple[int, ...]
   in_axes: int
   use_bias: bool
   std: float
   dtype: Any
+  out_dtype: Any = None  # None: dtype
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -53,13 +57,14 @@ class Linear(nn.Module):
       x.astype(self.dtype),
       kernel.astype(self.dtype),
       ((contract, tuple(range(self.in_axes))), ((), ())),
+      preferred_element_type=self.out_dtype or self.dtype,
     )
     if self.use_bias:
       bias = self.param(
         "bias", nn.initializers.zeros, self.features, jnp.float32
       )
       lead = (1,) * (y.ndim - bias.ndim)
-      y = y + bias.astype(self.dtype).reshape(lead + bias.shape)
+      y = y + bias.astype(y.dtype).reshape(lead + bias.shape)
     return y
 
 
@@ -178,7 +183,7 @@ class Transformer(nn.Module):
     tapers = "taper" in (cfg.internal_norm, cfg.final_norm)
     phase = norms.phase_of(gate if tapers else 1.0)
     if c is None:
-      if phase != norms.gate_lib.NORM:
+      if phase != gate_lib.NORM:
         raise ValueError("a tapered model needs c where the gate is below 1")
       c = jnp.zeros((2 * cfg.num_layers + 1,), jnp.float32)
     if position_BL is None:
@@ -240,7 +245,7 @@ class Transformer(nn.Module):
     if not cfg.tied:
       head = Linear(
         (cfg.vocab_size,), 1, "head" in cfg.biases, cfg.init_std, dtype,
-        name="head",
+        jnp.float32, name="head",
       )
     if output == "hidden":
       if not cfg.tied and self.is_initializing():
@@ -254,7 +259,7 @@ class Transformer(nn.Module):
         preferred_element_type=jnp.float32,
       )
       return logits_BLV, aux
-    return head(h_BLD).astype(jnp.float32), aux
+    return head(h_BLD), aux
 
 
 def head_weights(
