@@ -37,7 +37,6 @@ def get_config(variant: str = "all_aux") -> config_dict.ConfigDict:
   c.data.train = "corpus"
   c.data.valid = "corpus"
   c.data.vocab_size = 800
-  c.data.folder = None  # inside the workdir
   c.data.corpus_stories = 6_000
 
   c.eval.every = 150  # steps

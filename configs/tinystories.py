@@ -73,13 +73,12 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   d.train = "tinystories"  # or tinystories-v2, tfds:NAME/SPLIT, corpus, a file
   d.valid = "tinystories"
   d.tokenizer = "sentencepiece"  # or "bytes", or a path to a tokenizer.json
-  d.vocab_size = config_dict.placeholder(int)
+  d.vocab_size = config_dict.placeholder(int)  # None: the tokenizer's own
   d.vocab_size = 10_000  # special pieces included
-  # Tokens and downloads; None: inside the workdir. Shared by default, since
-  # the official text is 2 GB.
+  # Tokens and downloads; None: in the workdir. Give a folder to share the
+  # official text, 2 GB, among runs.
   d.folder = config_dict.placeholder(str)
-  d.folder = "data/tinystories"
-  d.corpus_stories = 20_000  # only for the embedded corpus
+  d.corpus_stories = config_dict.placeholder(int)  # of "corpus" only
 
   c.eval = e = config_dict.ConfigDict()
   e.every = 1_000  # steps

@@ -28,6 +28,8 @@ from taperjax.data.tokenizer import Tokenizer
 from taperjax.errors import UserError
 from taperjax.saved import Model, load
 
+MAX_NEW = 200  # tokens, where nobody says how many
+
 __all__ = [
   "Model",
   "apply",
@@ -53,11 +55,18 @@ def init(
 
 def check_gate(model: Model, gate: float | None) -> float:
   """The gate to use: the model's own unless told; 0.0 and 1.0 are exact."""
+  if not model.tapered:
+    if gate is not None:
+      raise UserError(
+        f"gate={gate:g} has no effect: no norm of this model is tapered; leave "
+        "it out"
+      )
+    return 1.0
   gate = float(model.gate if gate is None else gate)
   if not 0.0 <= gate <= 1.0:
-    raise UserError(f"gate={gate:g} is not between 0 and 1")
-  if not model.tapered:
-    return 1.0
+    raise UserError(
+      f"gate={gate:g} is not between 0 and 1; 0 is without norms, 1 with all"
+    )
   if gate < 1.0 and not model.calibrated:
     raise UserError(
       f"gate={gate:g} does not exist before calibration (this model is at step "
@@ -200,7 +209,7 @@ def generate(
   model: Model,
   prompts: Sequence[str],
   *,
-  max_new: int = 200,
+  max_new: int | None = None,
   gate: float | None = None,
   temperature: float = 0.0,
   top_k: int = 0,
@@ -210,7 +219,8 @@ def generate(
 ) -> list[str]:
   """Continuations of texts, without the prompts; stops at end of text.
 
-  An empty prompt starts a new text. Arguments as in `decode.generate`.
+  An empty prompt starts a new text. Without `max_new` up to 200 tokens come, or
+  as many as the context has room for; other arguments as in `decode.generate`.
   """
   ids = generate_ids(
     model,
@@ -236,13 +246,15 @@ def generate_ids(
   model: Model,
   prompts: list[list[int]],
   *,
-  max_new: int,
+  max_new: int | None = None,
   gate: float | None = None,
   sampling: decode.Sampling,
   seed: int = 0,
   window: bool = False,
 ) -> list[list[int]]:
   """`generate` on token ids."""
+  if max_new is None:
+    max_new = _room(model, prompts, window)
   return decode.generate(
     model.params,
     model.config,
@@ -259,13 +271,15 @@ def stream_ids(
   model: Model,
   prompt: list[int],
   *,
-  max_new: int,
+  max_new: int | None = None,
   gate: float | None = None,
   sampling: decode.Sampling,
   seed: int = 0,
   window: bool = False,
 ) -> Iterator[list[int]]:
   """The same ids as `generate_ids` for one prompt, block by block."""
+  if max_new is None:
+    max_new = _room(model, [prompt], window)
   return decode.generate_stream(
     model.params,
     model.config,
@@ -276,6 +290,13 @@ def stream_ids(
     window=window,
     **_run_arguments(model, gate),
   )
+
+
+def _room(model: Model, prompts: list[list[int]], window: bool) -> int:
+  """Tokens to generate where nobody says how many."""
+  longest = max(map(len, prompts), default=0)
+  room = model.config.context_len - longest
+  return MAX_NEW if window else max(1, min(MAX_NEW, room))
 
 
 def _run_arguments(model: Model, gate: float | None) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def solve(taper: TaperState, rate: float) -> TaperState:
 def copy_gains(params: dict) -> dict:
   """gamma~ <- gamma at every tapered norm (taper start, section 3.3)."""
   if "taper_scale" in params:
-    return {**params, "taper_scale": params["scale"]}
+    # A copy: the same buffer twice could not be donated.
+    return {**params, "taper_scale": jnp.copy(params["scale"])}
   return {
     name: copy_gains(value) if isinstance(value, dict) else value
     for name, value in params.items()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
+from taperjax.errors import UserError
 from taperjax.metrics import Progress
 
 
@@ -23,13 +26,33 @@ def say(text: str, progress: Progress | None = None) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def strict(value: Any) -> Any:
+  """The same for JSON, which has no NaN and no infinity: these become None."""
+  if isinstance(value, dict):
+    return {name: strict(item) for name, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [strict(item) for item in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Strict JSON, whole or not at all."""
+  """Strict JSON, whole or not at all.
+
+  Raises:
+    UserError: it cannot be written.
+  """
+  text = json.dumps(strict(value), indent=2, allow_nan=False) + "\n"
   part = path.with_name(f"{path.name}.part-{os.getpid()}")
-  part.write_text(
-    json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-  )
-  part.replace(path)
+  try:
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+  except OSError as error:
+    raise UserError(
+      f"{path} cannot be written ({error.strerror}); make room, or choose a "
+      "writable folder"
+    ) from error
 
 
 def versions() -> dict[str, str]:
@@ -43,9 +66,11 @@ def versions() -> dict[str, str]:
   return found
 
 
+@functools.cache  # of the code that runs, not of what is committed meanwhile
 def commit() -> str | None:
   """Commit of the source, with '+' when it was changed; None outside git."""
   here = pathlib.Path(__file__).resolve().parent
+
   def git(*args):
     done = subprocess.run(
       ("git", "-C", str(here), *args), capture_output=True, text=True,
@@ -54,6 +79,7 @@ def commit() -> str | None:
     return done.stdout.strip()
 
   try:
+    git("ls-files", "--error-unmatch", __file__)  # a repository of ours
     changed = git("status", "--porcelain", "--untracked-files=no")
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
   except (OSError, subprocess.SubprocessError):
@@ -69,7 +95,12 @@ def print_table(summary: dict[str, Any]) -> None:
     return "-" if value is None else format(value, form)
 
   s, speed = summary, summary["decode"]
-  table = Table(title=f"{s['size']} {s['variant']}, norm {s['norm']}")
+  packages = ", ".join(f"{k} {v}" for k, v in s["versions"].items())
+  table = Table(
+    title=f"{s['size']} {s['variant']}, norm {s['norm']}, seed {s['seed']}, "
+    f"{s['steps']:,} steps",
+    caption=f"commit {s['commit']}, {s['device']}, {packages}",
+  )
   for column in ("", "with norms or tapers", "folded"):
     table.add_column(column, justify="left" if not column else "right")
   table.add_row(
@@ -77,6 +108,7 @@ def print_table(summary: dict[str, Any]) -> None:
     number(s["valid_loss"]),
     number(s["valid_loss_folded"]),
   )
+  table.add_row("  at gate 0", number(s["valid_loss_g0"]), "")
   table.add_row("bits per byte", number(s["bits_per_byte"]), "")
   table.add_row(
     "parameters",
