@@ -109,7 +109,7 @@ class MetricsWriter:
   def _unwritable(self, error: OSError) -> UserError:
     return UserError(
       f"metrics in {self.path.parent} cannot be written ({error.strerror}); "
-      f"make room, or choose a writable --workdir"
+      f"make room, or choose a writable folder"
     )
 
 
@@ -152,24 +152,6 @@ def finite(scalars: Mapping[str, Any]) -> str | None:
   return None
 
 
-class Mean:
-  """Mean of sums with weights: of token losses, not of batch means."""
-
-  def __init__(self):
-    self._sum = 0.0
-    self._weight = 0.0
-
-  def add(self, sum: float, weight: float) -> None:
-    """Adds a sum over `weight` tokens."""
-    self._sum += float(sum)
-    self._weight += float(weight)
-
-  @property
-  def value(self) -> float | None:
-    """The mean; None when nothing has weight."""
-    return self._sum / self._weight if self._weight else None
-
-
 class Progress:
   """A bar on a terminal, plain lines elsewhere; all of it on stderr.
 
@@ -180,16 +162,10 @@ class Progress:
     total_steps: steps of the whole run.
     start_step: steps done before, for a resumed run.
     console: a rich console; stderr unless given.
-    quiet: show no progress; `line` still prints.
   """
 
   def __init__(
-    self,
-    total_steps: int,
-    start_step: int,
-    *,
-    console: Any = None,
-    quiet: bool = False,
+    self, total_steps: int, start_step: int, *, console: Any = None
   ):
     if console is None:
       from rich.console import Console
@@ -198,7 +174,6 @@ class Progress:
     self._console = console
     self._total = total_steps
     self._start = self._step = start_step
-    self._quiet = quiet
     self._bar = None
     self._began = self._printed_at = time.monotonic()
     self._printed_step: int | None = None
@@ -207,7 +182,7 @@ class Progress:
   def __enter__(self) -> Progress:
     self._began = time.monotonic()
     terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-    if terminal and not self._quiet:
+    if terminal:
       from rich import progress
 
       self._bar = progress.Progress(
@@ -252,7 +227,7 @@ class Progress:
     last, self._step = self._step, step
     if self._bar is not None:
       self._bar.update(self._task, completed=step, description=self._text)
-    elif not self._quiet:
+    else:
       now = time.monotonic()
       pause = max(_LINE_SECONDS, 0.02 * (now - self._began))
       tenths = [10 * s // max(self._total, 1) for s in (last, step)]
