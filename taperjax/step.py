@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from taperjax import calibration, gate as gate_lib, losses, model, state
+from taperjax import (
+  calibration,
+  gate as gate_lib,
+  losses,
+  model,
+  state as state_lib,
+)
 from taperjax.config import Config, ModelConfig
 from taperjax.state import TrainState
 
@@ -62,8 +68,8 @@ def make_train_step(
     are float32 scalars on the device. Jitted, the state is donated. With
     `micro_batches` the batch is walked in parts whose sums, not means, add up.
   """
-  tx = state.make_tx(config)
-  schedule = state.make_schedule(config)
+  tx = state_lib.make_tx(config)
+  schedule = state_lib.make_schedule(config)
   taper_steps = config.taper_steps
   collect = phase == gate_lib.NORM and config.tapers
   weight = 0.0
