@@ -19,14 +19,13 @@ ROWS = [
   {"config", "norms", "metrics"},
   {
     "losses", "calibration", "attention", "optimizer", "data", "summary",
-    "evaluation", "anchor",
+    "evaluation",
   },
-  {"model", "sharding"},
+  {"model", "workdir"},
   {"state", "folding", "decode"},
   {"step", "checkpoint"},
-  {"saved", "bench"},
+  {"saved"},
   {"loop", "api"},
-  {"interop", "report"},
   {"cli"},
 ]
 
