@@ -81,12 +81,9 @@ def test_streaming_in_parts_gives_the_same_file(setting, monkeypatch):
   documents = [f"document {i} " * (i % 5 + 1) for i in range(50)]
   setting.source.write_text("<|endoftext|>".join(documents))
   whole = setting.prepare()
+  whole.path.unlink()
   monkeypatch.setattr(tokens_lib, "BATCH_CHARS", 40)
-  parts = setting.prepare(rebuild=True)
-  assert parts.meta == whole.meta
-  assert setting.lines == [
-    f"Tokens {parts.path} are made anew: a rebuild was asked for."
-  ]
+  assert setting.prepare().meta == whole.meta
 
 
 def test_nothing_changed_is_reused_without_reading_the_source(
@@ -108,8 +105,6 @@ def test_nothing_changed_is_reused_without_reading_the_source(
     lambda paths: hashed.extend(paths) or sha256_of_files(paths),
   )
   again = setting.prepare()
-  assert hashed == [first.path]
-  setting.prepare(verify=False)
   assert hashed == [first.path]
   assert again.path.stat().st_mtime_ns == stat.st_mtime_ns
   assert setting.lines == []
@@ -202,7 +197,6 @@ def test_resumed_run_with_other_data_stops(setting, key):
   with pytest.raises(UserError, match=f"source.txt gives {what} than the run"):
     setting.prepare(expect=expect)
   assert setting.prepare(expect=found.hashes).hashes == found.hashes
-  assert setting.prepare(expect=expect, rebuild=True).hashes == found.hashes
 
 
 def test_changed_text_stops_a_resumed_run_before_anything_is_replaced(setting):
@@ -237,14 +231,52 @@ def test_source_that_grows_while_it_is_read_is_told(setting):
   assert os.listdir(setting.folder) == []
 
 
-def test_loading_checks_the_file(setting):
-  with pytest.raises(UserError, match=r"x\.bin cannot be used: there is no"):
-    tokens_lib.load_tokens(setting.folder, "x")
-  setting.prepare()
-  assert len(tokens_lib.load_tokens(setting.folder, "x").tokens) == 8
-  flip_bit(setting)
-  with pytest.raises(UserError, match="was changed since .* prepare the data"):
-    tokens_lib.load_tokens(setting.folder, "x")
+def test_what_the_disk_gives_back_wrong_is_told(setting, monkeypatch):
+  """The bytes are read again before anything is trained on them."""
+  write_meta = tokens_lib._write_meta
+
+  def write_and_flip(*args):
+    write_meta(*args)
+    flip_bit(setting)
+
+  monkeypatch.setattr(tokens_lib, "_write_meta", write_and_flip)
+  with pytest.raises(UserError, match="read back .the file was .*; check the"):
+    setting.prepare()
+
+
+@pytest.mark.parametrize(
+  "normalizer, text, match",
+  [
+    ("Lowercase", "One Two", "'One Two' comes back as 'one two'; use one wi"),
+    (
+      "NFKC",
+      "a long line before \ufb01re, and a long line behind it",
+      "'ne before \ufb01re, and a long line' comes back as 'ne before fire,",
+    ),
+  ],
+)
+def test_a_tokenizer_that_changes_the_text_is_refused(
+  setting, normalizer, text, match
+):
+  """Bits per byte would count the bytes of another text."""
+  import tokenizers
+
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+  model.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    special_tokens=["<|endoftext|>"], show_progress=False,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+  )
+  model.train_from_iterator(["one two"], trainer)
+  setting.source.write_text(text)
+  exact = tokenizer_lib.HFTokenizer(model.to_str().encode())
+  assert exact.decode(setting.prepare(exact).tokens) == text
+  model.normalizer = getattr(tokenizers.normalizers, normalizer)()
+  with pytest.raises(UserError, match=match) as error:
+    setting.prepare(tokenizer_lib.HFTokenizer(model.to_str().encode()))
+  assert str(error.value).startswith("data.tokenizer, of kind huggingface, ")
+  assert exact.decode(setting.prepare(exact).tokens) == text
 
 
 def load(folder, **kwargs):
@@ -310,6 +342,23 @@ def test_changed_source_trains_the_tokenizer_anew_with_a_line(tmp_path):
   assert first.hashes["tokenizer"] != second.hashes["tokenizer"]
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", "null", "{}", '"a"', "\xff"])
+def test_a_damaged_note_of_a_tokenizer_is_told(tmp_path, damage):
+  """Training anew takes minutes on a large text: not without a word."""
+  path = tmp_path / "own.txt"
+  path.write_text("the cat sat on the mat\n" * 9)
+  own = {"train": str(path), "valid": str(path), "vocab_size": 280}
+  first, _ = load(tmp_path / "data", **own)
+  (note,) = (tmp_path / "data").glob("*/trained_on.json")
+  note.write_text(damage, "latin1")
+  second, lines = load(tmp_path / "data", **own)
+  assert lines == [
+    f"Tokenizer {note.parent} is trained anew: trained_on.json is damaged."
+  ]
+  assert second.hashes == first.hashes
+  assert load(tmp_path / "data", **own)[1] == []
+
+
 def test_given_tokenizer_is_used_and_compared(tmp_path):
   tok = tokenizer_lib.train_sentencepiece(["the cat sat"] * 9, 275)
   tok.save(tmp_path / "tok")
@@ -325,6 +374,31 @@ def test_folder_that_cannot_be_made_is_told(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match="data.folder=.*file/data or a source"):
     load(tmp_path / "file" / "data")
+
+
+def test_no_corpus_needs_no_number_of_stories(tmp_path):
+  path = tmp_path / "own.txt"
+  path.write_text("the cat sat")
+  found, _ = load(
+    tmp_path / "data", train=str(path), valid=str(path), tokenizer="bytes",
+    corpus_stories=None,
+  )
+  assert len(found.train.tokens) == 12
+
+
+def test_a_run_that_waits_for_another_says_so(tmp_path):
+  """Else the second of two runs seems to hang."""
+  fcntl = pytest.importorskip("fcntl")
+  lines = []
+  with (tmp_path / ".lock").open("ab") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+    def log(line):  # the other run ends only now
+      lines.append(line)
+      fcntl.flock(file, fcntl.LOCK_UN)
+
+    load(tmp_path, tokenizer="bytes", log=log)
+  assert lines == [f"Waiting for another run that prepares {tmp_path}."]
 
 
 def _hashes(folder):

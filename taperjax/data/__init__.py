@@ -38,7 +38,7 @@ def load_data(
   vocab_size: int,
   folder: str | os.PathLike,
   seed: int,
-  corpus_stories: int,
+  corpus_stories: int | None,
   log: Callable[[str], object],
   expect: dict[str, Any] | None = None,
 ) -> Data:
@@ -53,8 +53,9 @@ def load_data(
     vocab_size: of a trained tokenizer, special pieces included.
     folder: made if missing; several runs may share it at the same time.
     seed: of the embedded corpus.
-    corpus_stories: stories of its training part; validation has a tenth.
-    log: takes lines on what is made anew and why.
+    corpus_stories: stories of its training part; validation has a tenth. None
+      where neither text is the corpus.
+    log: takes lines on what is waited for, or made anew and why.
     expect: `Data.hashes` of a run that this one continues.
 
   Raises:
@@ -64,9 +65,9 @@ def load_data(
 
   folder = pathlib.Path(folder).absolute()
   expect = expect or {}
-  with _workplace(folder):
+  with _workplace(folder, log):
     # Train and valid of the corpus never share a seed: its stories are new.
-    num_valid = max(1, corpus_stories // 10)
+    num_valid = corpus_stories and max(1, corpus_stories // 10)
     sources = {
       "train": _source(train, "train", folder, 2 * seed, corpus_stories),
       "valid": _source(valid, "valid", folder, 2 * seed + 1, num_valid),
@@ -90,13 +91,15 @@ def load_data(
 
 
 @contextlib.contextmanager
-def _workplace(folder: pathlib.Path) -> Iterator[None]:
+def _workplace(
+  folder: pathlib.Path, log: Callable[[str], object]
+) -> Iterator[None]:
   """The folder, made and locked; what the system refuses is a UserError."""
   from taperjax.data import files
 
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    with files.lock(folder):
+    with files.lock(folder, log):
       yield
   except OSError as error:  # not writable, disk full, source not readable
     raise UserError(
@@ -106,7 +109,11 @@ def _workplace(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _source(
-  spec: str, part: str, folder: pathlib.Path, seed: int, num_stories: int
+  spec: str,
+  part: str,
+  folder: pathlib.Path,
+  seed: int,
+  num_stories: int | None,
 ) -> Source:
   from taperjax.data import corpus, files, text
 
@@ -174,8 +181,12 @@ def _sentencepiece(
 
   try:
     trained_on = json.loads((path / "trained_on.json").read_bytes())
-  except (FileNotFoundError, json.JSONDecodeError):
+    trained_on["source_sha256"]  # is there
+  except FileNotFoundError:
     trained_on = {}
+  except (ValueError, LookupError, TypeError):
+    trained_on = {}
+    log(f"Tokenizer {path} is trained anew: trained_on.json is damaged.")
   identity = source.identity(trained_on)
   tokens.check_expected(source, expect, identity)  # before it is replaced
   if trained_on:

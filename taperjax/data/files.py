@@ -7,7 +7,7 @@ import hashlib
 import os
 import pathlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 
@@ -32,18 +32,24 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def lock(folder: pathlib.Path) -> Iterator[None]:
+def lock(
+  folder: pathlib.Path, log: Callable[[str], object]
+) -> Iterator[None]:
   """Lets one process at a time work in the folder, where the system can.
 
   Only to save work: without it (no flock, a read-only folder) atomic writes
-  still keep every file whole.
+  still keep every file whole. Before it waits, one line goes to `log`.
   """
   with contextlib.ExitStack() as stack:
     with contextlib.suppress(ImportError, OSError):
       import fcntl
 
       file = stack.enter_context((folder / ".lock").open("ab"))
-      fcntl.flock(file, fcntl.LOCK_EX)
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        log(f"Waiting for another run that prepares {folder}.")
+        fcntl.flock(file, fcntl.LOCK_EX)
     yield
 
 

@@ -44,9 +44,7 @@ def prepare(
   *,
   name: str,
   log: Callable[[str], object] = print,
-  rebuild: bool = False,
   expect: dict[str, str] | None = None,
-  verify: bool = True,
 ) -> TokenFile:
   """Tokenizes a source into <folder>/<name>.bin and .json, or reuses these.
 
@@ -61,9 +59,7 @@ def prepare(
     folder: where token files live; made if missing.
     name: file name without suffix.
     log: takes one line.
-    rebuild: build anew in any case, and ignore `expect`.
     expect: `TokenFile.hashes` of an earlier run that this one continues.
-    verify: check the sha256 of the ids, not their size only.
 
   Raises:
     UserError: the data differ from `expect`, or the source is unreadable.
@@ -71,50 +67,35 @@ def prepare(
   if not isinstance(source, text.Source):
     source = text.file_source(source)
   folder = pathlib.Path(folder)
-  found, reason = _open(folder, name, verify)
+  found, reason = _open(folder, name)
   meta = found.meta if found else {}
   identity = source.identity(meta)
-  expect = {} if rebuild or not expect else expect
+  expect = expect or {}
   check_expected(
     source,
     expect,
     {**identity, "tokenizer_fingerprint": tokenizer.fingerprint},
   )
-  if rebuild:
-    reason = "a rebuild was asked for"
-  elif found:
+  if found:
     reason = _difference(meta, source, identity, tokenizer)
   if reason:
     log(f"Tokens {folder / name}.bin are made anew: {reason}.")
   if reason or not found:
     _build(source, identity, tokenizer, folder, name)
-    found = load_tokens(folder, name)
+    found, reason = _open(folder, name)
+    if not found:
+      raise UserError(
+        f"tokens={folder / name}.bin cannot be read back ({reason}); check the "
+        "disk, then start again."
+      )
   elif identity["source_mtimes_ns"] != meta["source_mtimes_ns"]:
     _write_meta(folder, name, {**meta, **identity})  # hash no more next time
   check_expected(source, expect, found.hashes)
   return found
 
 
-def load_tokens(
-  folder: str | os.PathLike, name: str, *, verify: bool = True
-) -> TokenFile:
-  """Opens a prepared token file.
-
-  Raises:
-    UserError: missing, truncated or changed.
-  """
-  found, reason = _open(pathlib.Path(folder), name, verify)
-  if not found:
-    path = pathlib.Path(folder) / f"{name}.bin"
-    raise UserError(
-      f"tokens={path} cannot be used: {reason or 'there is no such file'}; "
-      "prepare the data again."
-    )
-  return found
-
-
 def _open(
-  folder: pathlib.Path, name: str, verify: bool
+  folder: pathlib.Path, name: str
 ) -> tuple[TokenFile | None, str | None]:
   """The token file, or None and what is wrong (None if there is nothing)."""
   path, meta_path = folder / f"{name}.bin", folder / f"{name}.json"
@@ -126,7 +107,7 @@ def _open(
       return None, f"its format is {meta['format']}, not {FORMAT}"
     if size != meta["num_tokens"] * dtype.itemsize:
       return None, f"the file has {size} bytes, another size than recorded"
-    if verify and files.sha256_of_files([path]) != meta["tokens_sha256"]:
+    if files.sha256_of_files([path]) != meta["tokens_sha256"]:
       return None, "the file was changed since it was written (sha256)"
   except FileNotFoundError as error:
     missing = pathlib.Path(error.filename)
@@ -194,6 +175,8 @@ def _build(
       )
     )
     for batch in _batches(source.documents()):
+      if not num_documents:
+        _check_lossless(tokenizer, batch[0][:10_000])
       encoded = tokenizer.encode_batch(batch)
       ids = np.fromiter(
         itertools.chain.from_iterable(
@@ -225,6 +208,22 @@ def _build(
     "tokens_sha256": digest.hexdigest(),
   }
   _write_meta(folder, name, meta)
+
+
+def _check_lossless(tokenizer: Tokenizer, document: str) -> None:
+  """Bits per byte count the bytes of the text that was given, not of another.
+
+  One document is enough for what changes all of them, such as lower case.
+  """
+  back = tokenizer.decode(tokenizer.encode(document))
+  if back != document:
+    place = len(os.path.commonprefix([document, back]))
+    part = slice(max(0, place - 10), place + 20)
+    raise UserError(
+      f"data.tokenizer, of kind {tokenizer.kind}, does not keep the text: "
+      f"{document[part]!r} comes back as {back[part]!r}; use one without a "
+      "normalizer, for example sentencepiece or bytes."
+    )
 
 
 def _write_meta(folder: pathlib.Path, name: str, meta: dict[str, Any]) -> None:
