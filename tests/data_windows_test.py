@@ -143,13 +143,28 @@ def test_documents_begin_with_bos_and_are_cut():
   ]
 
 
+def test_documents_need_a_context_of_two():
+  """With one id, the beginning of text, there is nothing to predict."""
+  shape = {"bos_id": 99, "batch_size": 3, "context_len": 1}
+  with pytest.raises(UserError, match="context_len=1 has room for .* 2 or mor"):
+    next(windows.document_batches([[5, 6]], **shape))
+
+
 def test_text_shorter_than_a_window_is_told():
   match = r"context_len=7 needs .* at least 8 tokens, but it has 7; give"
   with pytest.raises(UserError, match=match):
     draw(TOKENS[:7])
   assert draw(TOKENS[:8]).shape == (5, 8)
-  with pytest.raises(UserError, match="at least 2 tokens, but it has 1"):
+
+
+def test_text_without_a_token_to_score_is_told(tmp_path):
+  """By its file, where it is one; the context has no part in it."""
+  with pytest.raises(UserError, match="data=the text holds 1 tokens, .* give"):
     next(windows.eval_batches(TOKENS[:1], batch_size=1, context_len=7))
+  TOKENS[:1].tofile(tmp_path / "valid.bin")
+  tokens = np.memmap(tmp_path / "valid.bin", TOKENS.dtype, "r")
+  with pytest.raises(UserError, match=r"data=/.*valid\.bin holds 1 tokens"):
+    next(windows.eval_batches(tokens, batch_size=1, context_len=7))
 
 
 def test_importing_windows_needs_numpy_only():

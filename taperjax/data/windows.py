@@ -39,7 +39,12 @@ def train_batch(
   Returns:
     batch_BP, int32.
   """
-  _check_length(tokens, context_len + 1, context_len)
+  if len(tokens) <= context_len:
+    raise UserError(
+      f"context_len={context_len} needs a text of at least {context_len + 1} "
+      f"tokens, but it has {len(tokens)}; give a longer text or a smaller "
+      "context_len."
+    )
   key = np.array([seed % 2**64, step % 2**64], np.uint64)
   rng = np.random.Generator(np.random.Philox(key=key))
   starts = rng.integers(0, len(tokens) - context_len, size=batch_size)
@@ -66,7 +71,12 @@ def eval_batches(
   Yields:
     (batch_BP int32, mask_BL float32), mask 1 where a target is scored.
   """
-  _check_length(tokens, 2, context_len)
+  if len(tokens) < 2:
+    where = getattr(tokens, "filename", "the text")  # of a memory map
+    raise UserError(
+      f"data={where} holds {len(tokens)} tokens, and the first is not scored; "
+      "give a text of 2 or more."
+    )
   starts = range(0, len(tokens) - 1, context_len)[:max_windows]
   windows = (tokens[start : start + context_len + 1] for start in starts)
   yield from _pad_batches(windows, batch_size, context_len)
@@ -87,6 +97,11 @@ def document_batches(
   Yields:
     (batch_BP int32, mask_BL float32) as `eval_batches`.
   """
+  if context_len < 2:
+    raise UserError(
+      f"context_len={context_len} has room for the beginning of a document "
+      "only; use a model with a context of 2 or more."
+    )
   windows = ([bos_id, *ids[: context_len - 1]] for ids in documents_ids)
   yield from _pad_batches(windows, batch_size, context_len)
 
@@ -103,11 +118,3 @@ def _pad_batches(
       batch_BP[row, : len(window)] = window
       mask_BL[row, : len(window) - 1] = 1
     yield batch_BP, mask_BL
-
-
-def _check_length(tokens: np.ndarray, needed: int, context_len: int) -> None:
-  if len(tokens) < needed:
-    raise UserError(
-      f"context_len={context_len} needs a text of at least {needed} tokens, "
-      f"but it has {len(tokens)}; give a longer text or a smaller context_len."
-    )
