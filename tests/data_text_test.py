@@ -95,6 +95,40 @@ def test_missing_path_folder_and_column_are_told(tmp_path):
     list(text.iter_documents(tmp_path / "a.parquet"))
 
 
+@pytest.mark.parametrize(
+  "values, kind",
+  [([1, 2], "int64"), ([b"a"], "binary"), ([["a"]], "list<element: string>")],
+)
+def test_a_text_column_of_another_type_is_told(tmp_path, values, kind):
+  """Numbers have no end-of-text, and a list of words no blanks."""
+  path = tmp_path / "a.parquet"
+  pyarrow.parquet.write_table(pyarrow.table({"text": values}), path)
+  with pytest.raises(UserError, match=f'"text" of {kind}, not of strings; con'):
+    list(text.iter_documents(path))
+
+
+@pytest.mark.parametrize("kind", ["large_string", "dictionary"])
+def test_every_kind_of_string_column_is_text(tmp_path, kind):
+  array = pyarrow.array(["one", "two", "one"], pyarrow.large_string())
+  if kind == "dictionary":
+    array = array.dictionary_encode()
+  path = tmp_path / "a.parquet"
+  pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
+  assert list(text.iter_documents(path)) == ["one", "two", "one"]
+
+
+def test_a_damaged_page_is_told(tmp_path):
+  """The footer is intact, so that the fault comes with the first batch."""
+  path = tmp_path / "a.parquet"
+  table = pyarrow.table({"text": [f"story {i}" for i in range(2000)]})
+  pyarrow.parquet.write_table(table, path, compression="gzip")
+  raw = bytearray(path.read_bytes())
+  raw[4:400] = bytes(396)
+  path.write_bytes(raw)
+  with pytest.raises(UserError, match="cannot be read as parquet .*; the file"):
+    list(text.iter_documents(path))
+
+
 def test_atomic_write_leaves_old_file_after_a_fault(tmp_path):
   """A half-written file must never be trusted by the next run."""
   path = tmp_path / "a.bin"

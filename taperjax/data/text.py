@@ -145,10 +145,7 @@ def _read_parquet(path: pathlib.Path) -> Iterator[str]:
   try:
     file = pyarrow.parquet.ParquetFile(path)
   except (pyarrow.ArrowException, OSError) as error:
-    raise UserError(
-      f"data={path} cannot be read as parquet ({type(error).__name__}); "
-      "the file is damaged or of another kind: make it anew."
-    ) from error
+    raise _bad_parquet(path, error) from error
   with file:
     names = file.schema_arrow.names
     if "text" not in names:
@@ -156,5 +153,23 @@ def _read_parquet(path: pathlib.Path) -> Iterator[str]:
         f'data={path} has no column "text", only {", ".join(names)}; rename '
         "the column that holds the text."
       )
-    for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-      yield from (text for text in batch.column(0).to_pylist() if text)
+    kind = file.schema_arrow.field("text").type
+    if pyarrow.types.is_dictionary(kind):
+      kind = kind.value_type
+    if str(kind) not in ("string", "large_string", "string_view"):
+      raise UserError(
+        f'data={path} has a column "text" of {kind}, not of strings; convert '
+        "it to strings."
+      )
+    try:
+      for batch in file.iter_batches(batch_size=1024, columns=["text"]):
+        yield from (text for text in batch.column(0).to_pylist() if text)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+      raise _bad_parquet(path, error) from error
+
+
+def _bad_parquet(path: pathlib.Path, error: Exception) -> UserError:
+  return UserError(
+    f"data={path} cannot be read as parquet ({type(error).__name__}); "
+    "the file is damaged or of another kind: make it anew."
+  )
