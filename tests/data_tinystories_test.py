@@ -53,16 +53,20 @@ def no_network(monkeypatch):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-  """Serves `content`, from a range on; stops after `limit` bytes."""
+  """Serves `content`, from a range on; stops after `limit` bytes.
 
-  content, limit, ranges = b"", None, []
+  `whole` ignores ranges, as a server may.
+  """
+
+  content, limit, ranges, whole = b"", None, [], False
 
   def do_GET(self):
     asked = self.headers.get("Range")
     Server.ranges.append(asked)
-    start = int(asked.split("=")[1].rstrip("-")) if asked else 0
+    ranged = asked and not Server.whole
+    start = int(asked.split("=")[1].rstrip("-")) if ranged else 0
     body = Server.content[start:]
-    self.send_response(206 if asked else 200)
+    self.send_response(200 if not ranged else 206 if body else 416)
     self.send_header("Content-Length", str(len(body)))
     self.end_headers()
     self.wfile.write(body[: Server.limit])
@@ -77,11 +81,8 @@ def server(monkeypatch):
   with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as httpd:
     thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
     thread.start()
-    Server.content, Server.limit, Server.ranges = (
-      b"0123456789" * 300_000,
-      None,
-      [],
-    )
+    Server.content = b"0123456789" * 300_000
+    Server.limit, Server.ranges, Server.whole = None, [], False
     sha256 = hashlib.sha256(Server.content).hexdigest()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(
@@ -177,6 +178,30 @@ def test_broken_download_goes_on_where_it_stopped(server, tmp_path):
   assert path.read_bytes() == server.content
   assert server.ranges == [None, f"bytes={kept}-"]
   assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_complete_part_is_checked_and_not_asked_for_again(
+  server, tmp_path, changed
+):
+  """Killed before it got its name: the server has nothing behind it (416)."""
+  part = tmp_path / "stories.txt.part"
+  part.write_bytes(server.content[:-1] + b"?" if changed else server.content)
+  if changed:
+    with pytest.raises(UserError, match="with a wrong sha256 and dropped"):
+      tinystories.fetch(tmp_path)
+  (path,) = tinystories.fetch(tmp_path)
+  assert path.read_bytes() == server.content
+  assert server.ranges == ["bytes=3000000-", *[None] * changed]
+
+
+def test_a_server_without_ranges_starts_over(server, tmp_path):
+  """It answers 200 with the whole file, which must not follow the part."""
+  server.whole = True
+  (tmp_path / "stories.txt.part").write_bytes(server.content[:1000])
+  (path,) = tinystories.fetch(tmp_path)
+  assert path.read_bytes() == server.content
+  assert server.ranges == ["bytes=1000-"]
 
 
 def test_wrong_download_is_dropped(server, tmp_path):

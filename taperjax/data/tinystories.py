@@ -127,27 +127,45 @@ def fetch(folder: str | os.PathLike, version: str = "v1") -> list[pathlib.Path]:
 
 
 class _Resume:
-  """A pooch downloader that appends to a .part file, which outlives errors."""
+  """A pooch downloader that appends to a .part file, which outlives errors.
+
+  A server that sends the whole file for a range starts it over; one that has
+  nothing behind the range (416) leaves the .part to its hash.
+  """
 
   def __init__(self, part: pathlib.Path):
     self.part = part
 
   def __call__(self, url: str, output_file: str, pooch_) -> None:
     import pooch
+    import requests
 
     with self.part.open("ab") as file:
       start = file.tell()
+
+      def start_over(response, **kwargs):
+        if response.status_code == 200:
+          file.truncate(0)
+
       headers = {"Accept-Encoding": "identity"}
       if start:
         headers["Range"] = f"bytes={start}-"
       download = pooch.HTTPDownloader(
-        progressbar=True, chunk_size=1 << 20, headers=headers, timeout=(5, 60)
+        progressbar=True,
+        chunk_size=1 << 20,
+        headers=headers,
+        timeout=(5, 60),
+        hooks={"response": start_over},
       )
-      download(url, file, pooch_)
+      try:
+        download(url, file, pooch_)
+      except requests.HTTPError as error:
+        if not start or error.response.status_code != 416:
+          raise
     os.replace(self.part, output_file)  # a wrong one is dropped by its hash
 
 
-def source(folder: str | os.PathLike, version: str, split: str) -> text.Source:
+def source(folder: pathlib.Path, version: str, split: str) -> text.Source:
   """TinyStories through TFDS, fetched and built in `folder` on first use."""
   data_dir, manual_dir = folder / "tfds", folder / "tinystories"
   name = f"{TinyStories.name}/{version}/{TinyStories.VERSION}"
