@@ -69,10 +69,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._clean()
       except OSError as error:
-        raise UserError(
-          f"checkpoint folder {self.folder} cannot be written "
-          f"({error.strerror}); choose a writable --workdir"
-        ) from error
+        raise self._unwritable(error) from error
 
   def save(
     self,
@@ -96,7 +93,7 @@ class Checkpoints:
 
     Raises:
       UserError: too little free space, a step that is there already, meta that
-        is not JSON, or a fault of the save before this one.
+        is not JSON, a folder that is gone, or a fault of the save before this.
     """
     if self._read_only:
       raise ValueError("these checkpoints were opened with read_only=True")
@@ -104,7 +101,7 @@ class Checkpoints:
     if step in self.steps():
       raise UserError(
         f"checkpoint at step {step} is already in {self.folder}; a step is "
-        f"saved once: use a new --workdir or --overwrite"
+        f"saved once: use a new folder, or --overwrite"
       )
     leaves = _flatten(state)
     arrays = {name: _to_host(name, leaf) for name, leaf in leaves.items()}
@@ -159,13 +156,19 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Steps whose save was finished, ascending; the damaged ones too."""
-    if not self.folder.is_dir():
+    try:
+      return sorted(
+        int(path.name)
+        for path in self.folder.iterdir()
+        if path.name.isdecimal() and path.is_dir()
+      )
+    except (FileNotFoundError, NotADirectoryError):
       return []
-    return sorted(
-      int(path.name)
-      for path in self.folder.iterdir()
-      if path.name.isdecimal() and path.is_dir()
-    )
+    except OSError as error:
+      raise UserError(
+        f"checkpoint folder {self.folder} cannot be read ({error.strerror}); "
+        "make it readable, or give another folder"
+      ) from error
 
   def latest_step(self) -> int | None:
     """The newest finished step."""
@@ -209,7 +212,7 @@ class Checkpoints:
       raise UserError(
         f"none of the checkpoints in {self.folder} is intact (steps "
         f"{sorted(damaged)}; the latest: {first}) Start again with --overwrite "
-        f"or another --workdir"
+        f"or in another folder"
       )
     return None
 
@@ -314,11 +317,14 @@ class Checkpoints:
   def _check_space(self, step: int, nbytes: int) -> None:
     """Raises when the disk cannot hold another save of this size."""
     need = int(nbytes * _RESERVE) + _MB
-    free = shutil.disk_usage(self.folder).free
+    try:
+      free = shutil.disk_usage(self.folder).free
+    except OSError as error:
+      raise self._unwritable(error) from error
     if need > free:
       raise UserError(
         f"checkpoint at step {step} needs {need / _MB:.1f} MB, {self.folder} "
-        f"has {free / _MB:.1f} MB free; make room or choose another --workdir "
+        f"has {free / _MB:.1f} MB free; make room or choose another folder "
         f"(the earlier steps {self.steps()} are intact)"
       )
 
@@ -373,11 +379,20 @@ class Checkpoints:
     source = self.folder / str(step)
     target = self.folder / f"{step}.damaged"
     count = 1
-    while target.exists():
-      count += 1
-      target = self.folder / f"{step}.damaged{count}"
-    source.rename(target)
+    try:
+      while target.exists():
+        count += 1
+        target = self.folder / f"{step}.damaged{count}"
+      source.rename(target)
+    except OSError as error:
+      raise self._unwritable(error) from error
     return f"kept as {target.name}"
+
+  def _unwritable(self, error: OSError) -> UserError:
+    return UserError(
+      f"checkpoint folder {self.folder} cannot be written ({error.strerror}); "
+      "choose a writable folder"
+    )
 
   def _damaged(self, step: int, what: str) -> _Damaged:
     others = [other for other in self.steps() if other != step]
@@ -411,7 +426,7 @@ class Checkpoints:
         reason = "no space left on the disk"
       raise UserError(
         f"checkpoint at step {step} could not be written to {self.folder} "
-        f"({reason}); make room or choose another --workdir (the earlier "
+        f"({reason}); make room or choose a writable folder (the earlier "
         f"steps {self.steps()} are intact)"
       ) from error
 

@@ -442,8 +442,38 @@ def test_a_failed_write_is_one_error_and_keeps_the_previous(
 
 def test_folder_that_cannot_be_written_is_named(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match="file/ckpt cannot be written .*workdir"):
+  with pytest.raises(UserError, match="file/ckpt cannot be written .*folder$"):
     Checkpoints(tmp_path / "file" / "ckpt")
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path):
+  """Somebody tidied up while the run went on."""
+  checkpoints = Checkpoints(tmp_path / "gone")
+  (tmp_path / "gone").rmdir()
+  with pytest.raises(UserError, match="gone cannot be written .*folder$"):
+    checkpoints.save(1, make_state(), META)
+
+
+def test_a_damaged_step_that_cannot_be_moved_is_one_line(copy, monkeypatch):
+  """Resuming needs its name free; a mode bit does not stop root."""
+  def refuse(self, target):
+    raise PermissionError(13, "Permission denied")
+
+  shutil.rmtree(copy / "2" / "state")
+  monkeypatch.setattr(pathlib.Path, "rename", refuse)
+  checkpoints = Checkpoints(copy)
+  with pytest.raises(UserError, match="written .Permission denied.; choose a"):
+    checkpoints.restore_latest(make_state())
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(copy, monkeypatch):
+  def refuse(self):
+    raise PermissionError(13, "Permission denied")
+
+  checkpoints = Checkpoints(copy, read_only=True)
+  monkeypatch.setattr(pathlib.Path, "iterdir", refuse)
+  with pytest.raises(UserError, match="copy cannot be read .Permission denied"):
+    checkpoints.latest_step()
 
 
 def test_load_arrays_needs_no_template(two_steps):
