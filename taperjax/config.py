@@ -405,7 +405,8 @@ def _typed(value, kind, name: str):
   whole = number and (isinstance(value, int) or value.is_integer())
   if whole and kind is int or number and kind is float:
     # A longer integer is no float, and printing it may fail.
-    if whole and not -(2**63) < value < 2**63:
+    long = kind is int or isinstance(value, int)
+    if long and not -(2**63) < value < 2**63:
       raise UserError(
         f"{name} is a number of {int(value).bit_length()} bits; it must be "
         f"below 2^63, for example {_example(name, kind, value)}"

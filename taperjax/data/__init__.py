@@ -122,7 +122,8 @@ def _source(
     path = folder / f"corpus-{seed}-{num_stories}-{version}.txt"
     if not path.exists():
       corpus.write_corpus(path, num_stories, seed)
-    return text.file_source(path)
+    # Without the folder, so that a moved workdir keeps its names.
+    return dataclasses.replace(text.file_source(path), name=path.name)
   if spec in ("tinystories", "tinystories-v2"):
     from taperjax.data import tinystories
 
