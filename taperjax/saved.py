@@ -179,10 +179,12 @@ def valid_tokens(model: Model) -> np.ndarray:
       "known; give --data FILE"
     )
   path = workdir / model.meta["valid_tokens"]
-  try:
-    found = tokens.load_tokens(path.parent, path.stem)
-  except UserError as error:
-    raise UserError(f"{error} Or give --data FILE") from error
+  found, reason = tokens._open(path.parent, path.stem)
+  if not found:
+    raise UserError(
+      f"tokens={path} cannot be used: {reason or 'there is no such file'}; put "
+      "the file back, or give --data FILE"
+    )
   if found.hashes != model.meta["data_hashes"]["valid"]:
     raise UserError(
       f"tokens={path} are not those that the run was validated on; put these "
