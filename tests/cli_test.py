@@ -156,7 +156,10 @@ def test_fold_writes_a_folder_and_folds_again_over_it(
   assert found["out"] == str(out)
   report = json.loads((out / "fold.json").read_text())
   assert report == {k: v for k, v in found.items() if k != "out"}
-  assert report == json.loads((tapered / "folded" / "fold.json").read_text())
+  want = json.loads((tapered / "folded" / "fold.json").read_text())
+  # The run was compiled without optimizations (runs.train): other rounding.
+  assert report.pop("errors") == pytest.approx(want.pop("errors"), abs=1e-6)
+  assert report == want
   want = runs.state(tapered / "folded")[1]
   got = runs.state(out)[1]
   assert got.keys() == want.keys()
@@ -320,7 +323,7 @@ def test_info_counts_a_config_without_any_file(
     (["eval", "{run}/checkpoints/5", "--step", "10"], "is one step, not"),
     (["eval", "{run}", "--gate", "2"], "gate=2 is not between 0 and 1"),
     (["eval", "{run}", "--data", "{none}.txt"], "none.txt does not exist"),
-    (["eval", "{run}", "--per-document"], "--per-document needs --data FILE"),
+    (["eval", "{run}", "--per-document"], "--per-document needs texts; add"),
     (
       ["eval", "{run}", "--per-document", "--data", "x", "--max-windows", "3"],
       "--max-windows has no effect with --per-document",

@@ -231,7 +231,7 @@ def test_overwrite_starts_afresh(copy, root):
   workdir = copy()
   (workdir / "notes.txt").write_text("mine")
   with pytest.raises(UserError, match="not finite"):
-    again(workdir, root, overwrite=True, optimizer__learning_rate=1e30)
+    again(workdir, root, overwrite=True, optimizer__learning_rate=1e18)
   assert not (workdir / "summary.json").exists()
   assert not (workdir / "folded").exists()
   assert saved.checkpoint.Checkpoints(workdir / "checkpoints").steps() == []

@@ -146,7 +146,7 @@ CASES = {
   ),
   "workdir of something else": (
     [TINY, "--workdir={files}"],
-    "and no run of taperjax; choose another folder",
+    "and no run of taperjax; choose an empty or a new folder",
   ),
   "stop after the end": (
     [TINY, "--stop_after=10"],
@@ -168,7 +168,7 @@ CASES = {
     "saved None, now 300; model.vocab_size: saved 257, now 300)",
   ),
   "NaN": (
-    [TINY, "--config.optimizer.learning_rate=1e30", "--config.log_every=1"],
+    [TINY, "--config.optimizer.learning_rate=1e18", "--config.log_every=1"],
     "is not finite, training stops; there is no checkpoint yet in",
   ),
 }
