@@ -179,7 +179,7 @@ def valid_tokens(model: Model) -> np.ndarray:
       "known; give --data FILE"
     )
   path = workdir / model.meta["valid_tokens"]
-  found, reason = tokens._open(path.parent, path.stem)
+  found, reason = tokens.open_tokens(path.parent, path.stem)
   if not found:
     raise UserError(
       f"tokens={path} cannot be used: {reason or 'there is no such file'}; put "

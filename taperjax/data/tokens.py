@@ -67,7 +67,7 @@ def prepare(
   if not isinstance(source, text.Source):
     source = text.file_source(source)
   folder = pathlib.Path(folder)
-  found, reason = _open(folder, name)
+  found, reason = open_tokens(folder, name)
   meta = found.meta if found else {}
   identity = source.identity(meta)
   expect = expect or {}
@@ -82,7 +82,7 @@ def prepare(
     log(f"Tokens {folder / name}.bin are made anew: {reason}.")
   if reason or not found:
     _build(source, identity, tokenizer, folder, name)
-    found, reason = _open(folder, name)
+    found, reason = open_tokens(folder, name)
     if not found:
       raise UserError(
         f"tokens={folder / name}.bin cannot be read back ({reason}); check the "
@@ -94,7 +94,7 @@ def prepare(
   return found
 
 
-def _open(
+def open_tokens(
   folder: pathlib.Path, name: str
 ) -> tuple[TokenFile | None, str | None]:
   """The token file, or None and what is wrong (None if there is nothing)."""
