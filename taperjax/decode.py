@@ -286,7 +286,7 @@ def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
   gate = float(gate)
   if not 0 <= gate <= 1:
     raise UserError(
-      f"gate={gate} must be between 0 and 1, for example 0, the end of the taper"
+      f"gate={gate} must be between 0 and 1, for example 0 (tapered away)"
     )
   if gate == 1:
     return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
@@ -344,8 +344,8 @@ def _check(prompts, config, max_new, seed, stop_ids, first_row, window) -> None:
       )
   if window and context < 2:
     raise UserError(
-      f"context_len={context} is too short for --window, which needs 2 or more; "
-      "use a model with a longer context"
+      f"context_len={context} is too short for --window, which needs 2; use a "
+      "model with a longer context"
     )
   for token in stop_ids:
     if not 0 <= token < vocab:
