@@ -481,10 +481,10 @@ def test_gradient_norms_are_means_over_matrices_by_weight_type():
     "mlp_in": norm("mlp/gate", "mlp/up"),
     "mlp_out": norm("mlp/down"),
   }
-  got = step.grad_norms(grads)
+  got = jax.jit(step.grad_norms)(grads)
   assert got.keys() == expected.keys()
   stacked = {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *blocks)}
-  for tree in (got, step.grad_norms(stacked)):
+  for tree in (got, jax.jit(step.grad_norms)(stacked)):
     for name, value in expected.items():
       np.testing.assert_allclose(tree[name], value, rtol=1e-6, err_msg=name)
 
@@ -556,14 +556,19 @@ def test_eval_step_gives_token_sums(gate):
   tokens, mask = batch(3)
   sums = step.make_eval_step(config.model)(params, c, gate, tokens, mask)
   g = gate if gate in (0.0, 1.0) else jnp.float32(gate)
-  nll, _, norm = plain_losses(config, params, 3, g, c, 0.0)
+
+  @jax.jit
+  def plain(params):
+    _, aux = model.Transformer(config.model).apply(
+      {"params": params}, tokens[:, :-1], gate=g, c=c
+    )
+    return plain_losses(config, params, 3, g, c, 0.0), aux["scale_BL"]
+
+  (nll, _, norm), scale_BL = plain(params)
   count = np.sum(mask)
   assert sums["tokens"] == count < B * L
   np.testing.assert_allclose(sums["nll"], nll * count, rtol=1e-6)
   np.testing.assert_allclose(sums["logit_norm"], norm * count, rtol=1e-6)
-  _, aux = model.Transformer(config.model).apply(
-    {"params": params}, tokens[:, :-1], gate=g, c=c
-  )
   np.testing.assert_allclose(
-    sums["scale"], np.sum(mask * np.asarray(aux["scale_BL"])), rtol=1e-6
+    sums["scale"], np.sum(mask * np.asarray(scale_BL)), rtol=1e-6
   )
