@@ -81,13 +81,15 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   d.corpus_stories = config_dict.placeholder(int)  # of "corpus" only
 
   c.eval = e = config_dict.ConfigDict()
-  e.every = 1_000  # steps
+  e.every = config_dict.placeholder(int)  # steps; None: a fifth of the run,
+  # 1,000 at most
   e.batch_size = 16  # windows
   e.max_windows = config_dict.placeholder(int)  # None: the whole text
   e.prompt = "Once upon a time"
   e.sample_tokens = 100
 
-  c.checkpoint = config_dict.ConfigDict({"every": 1_000})  # steps
+  c.checkpoint = k = config_dict.ConfigDict()
+  k.every = config_dict.placeholder(int)  # as eval.every
   # A final taper folds into the head, which is untied from the embedding.
   c.fold = config_dict.ConfigDict({"untie": True})
   return c

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import taperjax
 from taperjax.errors import UserError
 
 
@@ -38,6 +39,9 @@ def report_errors(program: str, debug: bool) -> Iterator[None]:
   except KeyboardInterrupt:
     print(f"{program}: interrupted", file=sys.stderr)
     sys.exit(130)
+  except BrokenPipeError:  # the reader has enough, as in `... | head`
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 def load_config(argument: str) -> Any:
@@ -164,6 +168,9 @@ def _parser() -> argparse.ArgumentParser:
   parser = _Parser(
     prog="taperjax", description="Transformers whose norms taper away."
   )
+  parser.add_argument(
+    "--version", action="version", version=f"taperjax {taperjax.__version__}"
+  )
   commands = parser.add_subparsers(dest="command", required=True)
 
   def command(name, run, text, model_help):
@@ -199,8 +206,12 @@ def _parser() -> argparse.ArgumentParser:
     action="store_true",
     help="begin-of-text before each document, each cut at the context",
   )
-  sub.add_argument("--batch-size", type=int, default=16)
-  sub.add_argument("--max-windows", type=int, help="score only the first ones")
+  sub.add_argument("--batch-size", type=int, default=16, help="windows")
+  sub.add_argument(
+    "--max-windows",
+    type=int,
+    help="score only the first ones; default all of FILE, or those of the run",
+  )
 
   sub = command("fold", _fold, "Fold the tapers into the weights.", where)
   sub.add_argument("--out", help="folder to write; default folded/ in the run")
@@ -225,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
   sub.add_argument("--top-k", type=int, default=0, help="0: off")
   sub.add_argument("--top-p", type=float, default=1.0, help="1: off")
-  sub.add_argument("--seed", type=int, default=0)
+  sub.add_argument("--seed", type=int, default=0, help="of the sampling")
   sub.add_argument(
     "--window", action="store_true", help="slide on past the context"
   )
@@ -302,6 +313,8 @@ def _eval_texts(args, model) -> Iterator[tuple[str, Callable[[], Any]]]:
   shape["max_windows"] = args.max_windows
   if not args.data:
     ids = saved.valid_tokens(model)
+    if args.max_windows is None:  # those of the run, so that losses agree
+      shape["max_windows"] = model.meta["config"]["eval"]["max_windows"]
     yield "validation", functools.partial(windows.eval_batches, ids, **shape)
   for path in args.data or ():
     ids = _stream_of(path, tokenizer)
@@ -423,12 +436,21 @@ def _info(args: argparse.Namespace) -> dict[str, Any]:
   else:
     result = _model_info(args.model, args.step)
   if not args.json:
-    for name, value in result.items():
-      if name not in ("config", "shapes"):
-        print(f"{name}: {value}")
-    for name, shape in result["shapes"].items():
-      print(f"  {name} {tuple(shape)}")
+    for name, value in _lines(result):
+      print(f"{name:32} {value}")
   return result
+
+
+def _lines(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple]:
+  """(dotted name, text) of every value, for people."""
+  for name, value in fields.items():
+    if isinstance(value, dict):
+      yield from _lines(value, f"{prefix}{name}.")
+    elif name == "c":
+      for site in value:
+        yield f"{prefix}c.{site['site']}", f"{site['c']:.4g}"
+    else:
+      yield prefix + name, f"{value:,}" if type(value) is int else value
 
 
 def _config_info(argument: str) -> dict[str, Any]:

@@ -282,6 +282,10 @@ def parse(fields: Mapping[str, Any]) -> Config:
     warmup = round(start * _typed(fields["steps"], int, "steps"))
     taper["ema_rate"] = 0.1 if warmup < 300 else 0.01
   fields = {**fields, "model": model, "data": data, "taper": taper}
+  for group in ("eval", "checkpoint"):
+    if fields[group].get("every", 0) is None:
+      every = max(1, min(1000, _typed(fields["steps"], int, "steps") // 5))
+      fields[group] = {**fields[group], "every": every}
   config = _build(Config, fields, "")
   _check(config)
   return config

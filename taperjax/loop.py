@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import statistics
 import time
 from typing import Any
@@ -43,7 +44,14 @@ from taperjax import (
 from taperjax.config import Config
 from taperjax.data import windows
 from taperjax.errors import UserError
-from taperjax.summary import commit, print_table, say, versions, write_json
+from taperjax.summary import (
+  commit,
+  print_table,
+  say,
+  versions,
+  wrap_sample,
+  write_json,
+)
 
 SAMPLING = decode.Sampling(temperature=0.7, top_p=0.9)  # sampled stories
 DECODE_REPEATS = 7  # of the closing speed measurement
@@ -77,12 +85,18 @@ def train(
       f"stop_after={stop_after} must be from 1 to steps - 1 = "
       f"{config.steps - 1}; leave it out to train to the end"
     )
+  new = workdir is None or not pathlib.Path(workdir).exists()
   workdir = workdir_lib.open_workdir(
     workdir, f"{config.size}_{config.variant}"
   )
   cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
-  with workdir_lib.lock(workdir), workdir_lib.compilation_cache(cache):
-    return Run(config, workdir, overwrite).run(stop_after)
+  try:
+    with workdir_lib.lock(workdir), workdir_lib.compilation_cache(cache):
+      return Run(config, workdir, overwrite).run(stop_after)
+  except UserError:
+    if new and not (workdir / "config.json").exists():
+      shutil.rmtree(workdir, ignore_errors=True)  # no run ever began in it
+    raise
 
 
 class Run:
@@ -160,9 +174,7 @@ class Run:
       with workdir_lib.signals() as stop:
         state = self._train(state, stop, stop_after)
       self.checkpoints.wait()
-      if int(state.step) < config.steps:
-        return None
-      return self._finish(state)
+    return self._finish(state) if int(state.step) == config.steps else None
 
   def _train(
     self,
@@ -293,9 +305,9 @@ class Run:
       sums[name] += values[name]
     sums["count"] += 1
     self.rate.tick()
+    shown = {"loss": values["loss"], "gate": values["gate"]}
     if k % config.log_every and k != config.steps:
-      if k < config.log_every:  # something to see from the first step on
-        self.progress.update(k, loss=values["loss"], gate=values["gate"])
+      self.progress.update(k, **shown, tokens_per_s=self.rate.last)
       return
     steps = config.taper_steps
     if steps is None or k <= steps.start:
@@ -307,12 +319,7 @@ class Run:
     values["tokens_per_s"] = self.rate.take()
     self.interval = _empty_interval()
     self.metrics.write(k, values)
-    self.progress.update(
-      k,
-      loss=values["loss"],
-      gate=values["gate"],
-      tokens_per_s=values["tokens_per_s"],
-    )
+    self.progress.update(k, **shown, tokens_per_s=self.rate.last)
 
   def _check_finite(self, k: int, values: dict[str, Any]) -> None:
     """Stops the run at a NaN or infinity, and says what is left of it."""
@@ -324,10 +331,19 @@ class Run:
       f"the last good checkpoint is step {last}"
     )
     self.metrics.write(k, values, "nonfinite")
+    config, steps = self.config, self.config.taper_steps
+    remedy = (
+      f"lower optimizer.learning_rate={config.optimizer.learning_rate:g}, or "
+      "raise optimizer.warmup"
+    )
+    if steps is not None and k > steps.start:
+      remedy = (
+        f"the taper started at step {steps.start}: raise "
+        f"taper.start={config.taper.start:g} or steps, or {remedy}"
+      )
     raise UserError(
       f"{bad}={values[bad]} at step {k} is not finite, training stops; "
-      f"{kept} in {self.checkpoints.folder}: lower optimizer.learning_rate="
-      f"{self.config.optimizer.learning_rate:g}, or raise optimizer.warmup"
+      f"{kept} in {self.checkpoints.folder}: {remedy}"
     )
 
   def _calibrate(self, state: state_lib.TrainState) -> state_lib.TrainState:
@@ -394,30 +410,35 @@ class Run:
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
     self._check_finite(k, values)
-    values["sample"] = self._sample(state, calibrated)
-    self.metrics.write(k, values, "eval")
-    zero = values["valid_loss_g0"]
-    beside = "" if not calibrated else f", {zero:.4f} at gate 0"
-    say(
-      f"step {k}: validation loss {now['loss']:.4f} at gate {gate:.3f}{beside}",
-      self.progress,
+    at = 0.0 if calibrated else 1.0  # the paper evaluates at gate 0
+    values["sample"] = self._sample(
+      state.params, self.config.model, at, state.taper.c
     )
-    say(f"  sample: {values['sample']}", self.progress)
+    self.metrics.write(k, values, "eval")
+    text = f"step {k}: validation loss {now['loss']:.4f}"
+    if tapers:
+      text += f" at gate {gate:.3g}"
+    if calibrated and gate > 0.0:
+      text += f", {values['valid_loss_g0']:.4f} at gate 0"
+    say(text, self.progress)
+    if k < self.config.steps:  # the last sample is that of the closing table
+      label = f"  sample at gate {at:g}: " if tapers else "  sample: "
+      say(wrap_sample(label, values["sample"]), self.progress)
     self.final_valid = now
     return now["loss"]
 
-  def _sample(self, state: state_lib.TrainState, calibrated: bool) -> str:
-    """A short story, at g = 0 once calibrated, else at g = 1."""
+  def _sample(self, params, model_config, gate: float, c) -> str:
+    """A short story of a model."""
     config, tokenizer = self.config, self.data.tokenizer
     prompt = self._prompt()
     room = config.context_len - len(prompt)
     ids = decode.generate(
-      state.params,
-      config.model,
+      params,
+      model_config,
       [prompt],
       max_new=min(config.eval.sample_tokens, room),
-      gate=0.0 if calibrated else 1.0,
-      c=state.taper.c,
+      gate=gate,
+      c=c,
       sampling=SAMPLING,
       seed=self.seed,
       stop_ids=(tokenizer.eos_id,),
@@ -510,10 +531,10 @@ class Run:
     }
     if tapers and final_gate > 0.0:
       raise AssertionError("the last step of a tapered run has gate 0")
-    gate = 0.0 if tapers else 1.0
-    forms = {"unfolded": (state.params, config.model, gate, state.taper.c)}
+    last = (state.params, config.model, final_gate, state.taper.c)
+    forms = {"unfolded": last}
     if tapers:
-      say("folding", self.progress)
+      say("folding, and comparing with the unfolded model")
       report, folded = saved.write_folded(
         self.workdir / "folded",
         saved.Model(
@@ -532,20 +553,21 @@ class Run:
       summary["params_folded"] = report["params_folded"]
       summary["valid_loss_folded"] = loss["loss"]
       summary["fold"] = report["errors"]
-      forms["folded"] = (folded.params, folded.config, 1.0, None)
+      last = forms["folded"] = (folded.params, folded.config, 1.0, None)
+    say("measuring decoding")
     device = jax.devices()[0]
     summary |= {
       "decode": self._decode_speed(forms),
-      "sample": self._sample(state, tapers),
+      "sample": self._sample(*last),
       "wall_s": self._wall(),
       "commit": commit(),
-      "device": f"{device.platform} {device.device_kind}",
+      "device": device.device_kind,
       "cpu_count": os.cpu_count(),
       "versions": versions(),
     }
     write_json(self.workdir / "summary.json", summary)
     print_table(summary)
-    say(f"wrote {self.workdir}")
+    say(f"wrote {self.workdir}; go on with `taperjax generate {self.workdir}`")
     return summary
 
 
@@ -574,6 +596,7 @@ class _Rate:
 
   def __init__(self, config: Config):
     self.tokens = config.batch_size * config.context_len
+    self.last: float | None = None  # the newest answer of `take`
     self.skip()
 
   def skip(self) -> None:
@@ -586,7 +609,7 @@ class _Rate:
     now = time.monotonic()
     seconds = now - self.since
     rate = self.steps * self.tokens / seconds if seconds > 0 else None
-    self.since, self.steps = now, 0
+    self.since, self.steps, self.last = now, 0, rate
     return rate
 
 

@@ -25,7 +25,7 @@ from taperjax.errors import UserError
 from taperjax.summary import say, strict, write_json
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
   """A model and all that is needed to use it.
 
@@ -48,6 +48,14 @@ class Model:
   step: int = 0
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
   folder: pathlib.Path | None = None
+
+  def __repr__(self) -> str:
+    size = model_lib.count_params(self.params)[0]
+    return (
+      f"Model({size:,} parameters, step {self.step}, internal norms "
+      f"{self.config.internal_norm!r}, final norm {self.config.final_norm!r}, "
+      f"gate {self.gate:g})"
+    )
 
   @property
   def tapered(self) -> bool:

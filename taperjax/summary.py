@@ -12,6 +12,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 from taperjax.errors import UserError
@@ -86,6 +87,14 @@ def commit() -> str | None:
     return None
 
 
+def wrap_sample(label: str, text: str) -> str:
+  """A sampled text for people: short lines, broken between words."""
+  return "\n".join(
+    textwrap.fill(line, 78, initial_indent="", subsequent_indent="  ")
+    for line in (label + text).splitlines()
+  )
+
+
 def print_table(summary: dict[str, Any]) -> None:
   """The summary as a table on standard output."""
   from rich.console import Console
@@ -95,39 +104,45 @@ def print_table(summary: dict[str, Any]) -> None:
     return "-" if value is None else format(value, form)
 
   s, speed = summary, summary["decode"]
-  packages = ", ".join(f"{k} {v}" for k, v in s["versions"].items())
+  names = ("python", "jax", "flax")
+  packages = ", ".join(f"{n} {s['versions'].get(n)}" for n in names)
   table = Table(
     title=f"{s['size']} {s['variant']}, norm {s['norm']}, seed {s['seed']}, "
     f"{s['steps']:,} steps",
     caption=f"commit {s['commit']}, {s['device']}, {packages}",
   )
-  for column in ("", "with norms or tapers", "folded"):
-    table.add_column(column, justify="left" if not column else "right")
-  table.add_row(
-    "validation loss (nats per token)",
+  folded = s["fold"] is not None
+  columns = ["", "gate 0" if folded else "norms", *(["folded"] * folded)]
+  for column in columns:
+    table.add_column(column, justify="right" if column else "left")
+
+  def row(name, *values):
+    table.add_row(name, *values[: len(columns) - 1])
+
+  row(
+    f"validation loss, {s['valid_tokens']:,} tokens (nats per token)",
     number(s["valid_loss"]),
     number(s["valid_loss_folded"]),
   )
-  table.add_row("  at gate 0", number(s["valid_loss_g0"]), "")
-  table.add_row("bits per byte", number(s["bits_per_byte"]), "")
-  table.add_row(
-    "parameters",
-    f"{s['params'] + s['params_taper']:,}",
-    number(s["params_folded"], ","),
-  )
-  table.add_row(
-    "decoding (tokens per second)",
+  row("bits per byte", number(s["bits_per_byte"]))
+  row("parameters", f"{s['params']:,}", number(s["params_folded"], ","))
+  row(
+    f"decoding, batch of 1, median of {speed['repeats']} (tokens per second)",
     number(speed["unfolded_tokens_per_s"], ",.0f"),
     number(speed["folded_tokens_per_s"], ",.0f"),
   )
-  if s["fold"]:
-    largest, top1 = (
-      s["fold"][name] for name in ("max_abs_delta_logit_f32", "top1_f32")
+  row("mean logit norm", number(s["logit_norm"], ".1f"))
+  if folded:
+    fold = s["fold"]
+    row(
+      "largest logit difference in float32 "
+      f"(logits up to {number(fold['logit_scale_f32'], '.1f')})",
+      "",
+      number(fold["max_abs_delta_logit_f32"], ".2g"),
     )
-    table.add_row("largest logit difference", "", number(largest, ".2g"))
-    table.add_row("same most likely token", "", number(top1, ".2%"))
-  table.add_row("mean logit norm", number(s["logit_norm"], ".1f"), "")
-  table.add_row("wall time (s)", number(s["wall_s"], ".0f"), "")
+    row("same most likely token", "", number(fold["top1_f32"], ".2%"))
+  row("wall time (s)", number(s["wall_s"], ".0f"))
   console = Console(stderr=False)
   console.print(table)
-  console.print("sample: " + s["sample"], markup=False, highlight=False)
+  label = "sample of the folded model: " if folded else "sample: "
+  print(wrap_sample(label, s["sample"]))

@@ -171,6 +171,7 @@ def _build(
         unit="B",
         unit_scale=True,
         delay=2,
+        leave=False,
         disable=None,  # no bar where standard error is no terminal
       )
     )
