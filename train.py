@@ -48,7 +48,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
           _CONFIG.value
         )
         group[name] = None
-    except (flags.Error, AttributeError, KeyError, TypeError,
+    except (flags.Error, AttributeError, LookupError, TypeError,
             ValueError) as error:
       raise UserError(str(error)) from error
     if len(rest) > 1:
@@ -58,6 +58,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 def main(argv: list[str]) -> None:
   del argv
+  sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   logging.set_verbosity(logging.ERROR)  # orbax tells every rename
   with report_errors("train.py", _DEBUG.value):
     from taperjax import config, loop

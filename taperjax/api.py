@@ -99,13 +99,7 @@ def apply(
     gate: of the tapered norms; the model's own unless told.
   """
   gate = check_gate(model, gate)
-  tokens_BL = np.asarray(tokens_BL)
-  if tokens_BL.ndim != 2 or tokens_BL.shape[1] > model.config.context_len:
-    raise UserError(
-      f"tokens of shape {tokens_BL.shape} are not (batch, length) with length "
-      f"up to context_len={model.config.context_len}"
-    )
-  _check_ids(model, tokens_BL)
+  _check_tokens(model, tokens_BL)
   fixed = gate if gate in (0.0, 1.0) else None
   return _logits(
     model.config,
@@ -117,7 +111,25 @@ def apply(
   )
 
 
+def _check_tokens(model: Model, tokens_BL: np.ndarray) -> None:
+  """A batch that the model can read."""
+  shape = np.shape(tokens_BL)
+  if len(shape) != 2 or not 0 < shape[1] <= model.config.context_len:
+    raise UserError(
+      f"tokens of shape {shape} are not (batch, length) with length from 1 to "
+      f"context_len={model.config.context_len}"
+    )
+  _check_ids(model, tokens_BL)
+
+
 def _check_ids(model: Model, ids: np.ndarray) -> None:
+  """Whole numbers that the vocabulary holds; jax would clamp the others."""
+  ids = np.asarray(ids)
+  if not np.issubdtype(ids.dtype, np.integer):
+    raise UserError(
+      f"tokens of dtype {ids.dtype} are no ids; give whole numbers, for "
+      "example an int32 array"
+    )
   if ids.size and not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
     raise UserError(
       f"token ids from {ids.min()} to {ids.max()} do not fit vocabulary "
@@ -171,7 +183,13 @@ def calibrate(
         f"{np.shape(mask_BL)} differ; give one weight for each token (of a "
         "window with targets, tokens[:, :-1])"
       )
-    _check_ids(model, np.asarray(tokens_BL))
+    _check_tokens(model, tokens_BL)
+    weights = np.asarray(mask_BL, np.float64)
+    if not np.all(np.isfinite(weights) & (weights >= 0)):
+      raise UserError(
+        "a mask holds numbers that are negative or not finite; give weights, "
+        "0 for padding and 1 for a token that counts"
+      )
     parts = _statistics(
       model.config,
       model.params,

@@ -107,6 +107,7 @@ class Checkpoints:
     arrays = {name: _to_host(name, leaf) for name, leaf in leaves.items()}
     record = {
       "format_version": FORMAT_VERSION,
+      "step": step,
       "arrays": {
         name: _kind(leaf)
         | {"sha256": _array_sum(arrays[name]), "key_impl": _key_impl(leaf)}
@@ -160,7 +161,7 @@ class Checkpoints:
       return sorted(
         int(path.name)
         for path in self.folder.iterdir()
-        if path.name.isdecimal() and path.is_dir()
+        if path.name == _number(path.name) and path.is_dir()
       )
     except (FileNotFoundError, NotADirectoryError):
       return []
@@ -267,6 +268,8 @@ class Checkpoints:
         f"checkpoint {self.folder / str(step)} has format version {version}, "
         f"this taperjax reads up to {FORMAT_VERSION}; upgrade taperjax"
       )
+    if record["step"] != step:
+      raise self._damaged(step, f"it is step {record['step']} under this name")
     return record
 
   def _arrays(
@@ -556,6 +559,11 @@ def _array_sum(array: np.ndarray) -> str:
 def _record_sum(record: dict[str, Any]) -> str:
   """sha256 of the record without its sum; the same rule in every version."""
   return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _number(name: str) -> str | None:
+  """The name that a step of this number has; None if it is no number."""
+  return str(int(name)) if name.isdecimal() and len(name) < 19 else None
 
 
 def _best(losses: dict[int, float]) -> int | None:

@@ -39,6 +39,16 @@ def report_errors(program: str, debug: bool) -> Iterator[None]:
   except KeyboardInterrupt:
     print(f"{program}: interrupted", file=sys.stderr)
     sys.exit(130)
+  except (UnicodeEncodeError, MemoryError, RecursionError) as error:
+    if debug:
+      raise
+    what = {
+      UnicodeEncodeError: "an argument or a text is not valid UTF-8; mend it",
+      MemoryError: "not enough memory; use smaller sizes or batches",
+      RecursionError: "a file is nested too deeply; mend it",
+    }[type(error)]
+    print(f"{program}: error: {what}", file=sys.stderr)
+    sys.exit(2)
   except BrokenPipeError:  # the reader has enough, as in `... | head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
@@ -139,6 +149,8 @@ def _field_type(config: Any, field: str) -> type:
 def main(argv: list[str] | None = None) -> None:
   """Entry point of the `taperjax` command."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  with contextlib.suppress(AttributeError):  # a stream of a test
+    sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   args = _parser().parse_args(argv)
   with report_errors(f"taperjax {args.command}", args.debug):
     result = args.run(args)

@@ -455,6 +455,10 @@ def _check(config: Config) -> None:
     value = functools.reduce(getattr, name.split("."), config)
     if value is not None:
       _check_positive(name, value)
+    if isinstance(value, int) and value >= 2**31:  # jax counts in int32
+      raise UserError(
+        f"{name}={value} must be below 2^31, for example {_EXAMPLES[name]}"
+      )
   for name, value in (
     ("optimizer.weight_decay", opt.weight_decay),
     ("optimizer.final_learning_rate", opt.final_learning_rate),

@@ -366,7 +366,7 @@ def _blocks(
     "key": jax.random.key(seed),
     "row_B": first_row + np.arange(len(texts), dtype=np.int32),
     "temperature": np.float32(sampling.temperature),
-    "top_k": np.int32(sampling.top_k),
+    "top_k": np.int32(min(sampling.top_k, decoder.config.vocab_size)),
     "top_p": np.float32(sampling.top_p),
     "stop_S": np.array(sorted(stop_ids) or [-1], np.int32),
   }

@@ -153,10 +153,14 @@ class Run:
     first = int(state.step)
     summary_path = self.workdir / "summary.json"
     if first == config.steps and summary_path.exists():
-      say(f"finished before: {summary_path}")
-      summary = json.loads(summary_path.read_text(encoding="utf-8"))
-      print_table(summary)
-      return summary
+      try:
+        summary = json.loads(summary_path.read_text(encoding="utf-8"))
+        print_table(summary)
+      except (OSError, ValueError, KeyError, TypeError):
+        say(f"{summary_path} is damaged and is made anew")
+      else:
+        say(f"finished before: {summary_path}")
+        return summary
     if stop_after is not None and stop_after <= first:
       raise UserError(
         f"stop_after={stop_after} is not after step {first}, where this run "
@@ -503,6 +507,7 @@ class Run:
     config = self.config
     tapers = config.tapers
     final_gate = float(state.gate)
+    workdir_lib.check_there(self.workdir)
     valid = self.final_valid
     if valid is None:  # resumed after the last step: its record is there
       valid = self._loss(state.params, state.taper.c, final_gate)
@@ -565,6 +570,7 @@ class Run:
       "cpu_count": os.cpu_count(),
       "versions": versions(),
     }
+    workdir_lib.check_there(self.workdir)
     write_json(self.workdir / "summary.json", summary)
     print_table(summary)
     say(f"wrote {self.workdir}; go on with `taperjax generate {self.workdir}`")

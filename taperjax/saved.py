@@ -221,10 +221,7 @@ def write_folded(
   """
   end = _taper_end(model)
   folding.check_foldable(model.gate, model.step, model.config, end)
-  if folder.exists() and not (folder / "fold.json").is_file():
-    raise UserError(
-      f"--out={folder} exists and is no folded model; choose another folder"
-    )
+  folder = _folded_folder(folder)
   params, config = folding.fold(model.params, model.c, model.config)
   tokens_BL1, mask_BL = next(iter(make_batches()))
   errors = folding.compare(
@@ -242,6 +239,7 @@ def write_folded(
   part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
   old = folder.with_name(f"{folder.name}.part-old-{os.getpid()}")
   try:
+    part.mkdir()  # not its parents: a workdir that is gone stays gone
     with contextlib.closing(checkpoint.Checkpoints(part, log=say)) as saved:
       saved.save(
         model.step,
@@ -255,10 +253,41 @@ def write_folded(
     if folder.exists():  # whole until its name is free
       folder.rename(old)
     part.rename(folder)
+  except OSError as error:
+    raise UserError(
+      f"the folded model cannot be written to {folder} ({error.strerror}); "
+      "choose a writable folder"
+    ) from error
   finally:
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
   return report, model.replace(params=params, config=config, folder=folder)
+
+
+def _folded_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Where to write, links resolved; raises unless it is free or folded."""
+  try:
+    folder = folder.resolve()
+    there = [path.name for path in folder.iterdir()]
+  except FileNotFoundError:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return folder
+  except (OSError, RuntimeError) as error:
+    raise UserError(
+      f"--out={folder} cannot be used ({error}); choose another folder"
+    ) from error
+  known = ("fold.json", "tokenizer")
+  if other := [n for n in there if n not in known and not n.isdecimal()]:
+    raise UserError(
+      f"--out={folder} holds {min(other)!r}, so it is no folded model; choose "
+      "another folder"
+    )
+  if there and "fold.json" not in there:
+    raise UserError(
+      f"--out={folder} holds no fold.json, so it is no folded model; choose "
+      "another folder"
+    )
+  return folder
 
 
 def _taper_end(model: Model) -> int | None:

@@ -69,8 +69,9 @@ def open_workdir(
 @contextlib.contextmanager
 def lock(workdir: pathlib.Path) -> Iterator[None]:
   """One run at a time in a workdir; the system frees it when a run dies."""
-  with (workdir / MARK).open("w") as file:
+  with contextlib.ExitStack() as stack:
     try:
+      file = stack.enter_context((workdir / MARK).open("a"))
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise UserError(
@@ -90,11 +91,25 @@ def clean(workdir: pathlib.Path, results: bool) -> None:
   targets = list(workdir.glob("*.part-*"))
   if results:
     targets += [workdir / name for name in RESULTS]
-  for target in targets:
-    if target.is_dir() and not target.is_symlink():
-      shutil.rmtree(target)
-    else:
-      target.unlink(missing_ok=True)
+  try:
+    for target in targets:
+      if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+      else:
+        target.unlink(missing_ok=True)
+  except OSError as error:
+    raise UserError(
+      f"workdir={workdir}: {target.name} cannot be removed ({error.strerror}); "
+      "choose a writable folder"
+    ) from error
+
+
+def check_there(workdir: pathlib.Path) -> None:
+  """Raises when somebody removed the folder under the run."""
+  if not (workdir / MARK).exists():
+    raise UserError(
+      f"workdir={workdir} was removed while the run was in it; start again"
+    )
 
 
 @contextlib.contextmanager

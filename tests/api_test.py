@@ -256,9 +256,19 @@ def error_cases():
       lambda model: taperjax.apply(model, tiny.tokens(), gate=1.5),
       "gate=1.5 is not between 0 and 1",
     ),
+    "no ids": (
+      lambda model: taperjax.apply(model, tiny.tokens() * 1.5),
+      "tokens of dtype float.* are no ids; give whole numbers",
+    ),
+    "negative weights": (
+      lambda model: taperjax.calibrate(
+        model, [(tiny.tokens(), -np.ones(tiny.tokens().shape))]
+      ),
+      "a mask holds numbers that are negative or not finite",
+    ),
     "one row without a batch": (
       lambda model: taperjax.apply(model, tiny.tokens()[0]),
-      r"tokens of shape \(7,\) are not \(batch, length\) with length up to",
+      r"tokens of shape \(7,\) are not \(batch, length\) with length from 1",
     ),
     "too long": (
       lambda model: taperjax.apply(model, tiny.tokens(1, tiny.M + 1)),

@@ -257,6 +257,19 @@ def test_an_array_that_orbax_reads_without_a_word_is_still_checked(
     Checkpoints(folder, read_only=True).restore(2, make_state())
 
 
+def test_a_renamed_step_is_not_believed(two_steps, tmp_path):
+  """A run that went on from it would skip or repeat steps."""
+  folder = shutil.copytree(two_steps, tmp_path / "copy")
+  (folder / "2").rename(folder / "7")
+  shutil.copytree(folder / "1", folder / "01")  # no name of a step of ours
+  lines = []
+  checkpoints = Checkpoints(folder, log=lines.append)
+  assert checkpoints.steps() == [1, 7]
+  step, _, _ = checkpoints.restore_latest(make_state())
+  assert step == 1
+  assert "it is step 2 under this name" in lines[0]
+
+
 @pytest.mark.parametrize("item", ["state", "record", "state/d", "."])
 def test_removed_folder_falls_back(copy, item):
   """A half-copied run is damage as well."""

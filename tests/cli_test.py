@@ -87,19 +87,19 @@ def fails(capsys):
 
 
 def test_eval_scores_the_validation_text_of_the_run(run, tapered):
-  """All windows of it: the run itself looked at the first seven only."""
+  """The same seven windows unless told, so that the two losses agree."""
   found = run("eval", tapered, "--json")
-  [result] = found["results"]
-  assert result["data"] == "validation"
+  [seven] = found["results"]
+  assert seven["data"] == "validation"
   assert (found["step"], found["gate"]) == (runs.STEPS, 0.0)
-  seven = run("eval", tapered, "--json", "--max-windows", 7)["results"][0]
+  every = run("eval", tapered, "--json", "--max-windows", 999)["results"][0]
   summary = json.loads((tapered / "summary.json").read_text())
   assert seven["loss"] == pytest.approx(summary["valid_loss"], rel=1e-6)
-  assert seven["tokens"] == summary["valid_tokens"] < result["tokens"]
+  assert seven["tokens"] == summary["valid_tokens"] < every["tokens"]
   assert seven["bits_per_byte"] == pytest.approx(
     summary["bits_per_byte"], rel=1e-6
   )
-  folded = run("eval", tapered / "folded", "--json", "--max-windows", 7)
+  folded = run("eval", tapered / "folded", "--json")
   assert folded["results"][0]["loss"] == pytest.approx(
     summary["valid_loss_folded"], rel=1e-6
   )
@@ -175,10 +175,37 @@ def test_fold_writes_a_folder_and_folds_again_over_it(
   other = tmp_path / "photos"
   other.mkdir()
   (other / "cat.jpg").write_text("")
-  assert "photos exists and is no folded model; choose another folder" in fails(
-    "fold", tapered, "--out", other
+  (other / "fold.json").write_text("{}")
+  message = "photos holds 'cat.jpg', so it is no folded model; choose another"
+  assert message in fails("fold", tapered, "--out", other)
+  assert {p.name for p in other.iterdir()} == {"cat.jpg", "fold.json"}
+
+
+def test_fold_follows_a_link_and_keeps_it(run, fails, tapered, tmp_path):
+  """Replacing the link would leave the old model where it points."""
+  (tmp_path / "real").mkdir()
+  (tmp_path / "link").symlink_to("real")
+  run("fold", tapered, "--out", tmp_path / "link")
+  assert (tmp_path / "link").is_symlink()
+  assert (tmp_path / "real" / "fold.json").is_file()
+  assert {p.name for p in tmp_path.iterdir()} == {"link", "real"}
+  (tmp_path / "a").symlink_to("b")
+  (tmp_path / "b").symlink_to("a")
+  assert "choose" in fails("fold", tapered, "--out", tmp_path / "a")
+
+
+def test_a_closed_pipe_is_no_error(tapered):
+  """`taperjax info RUN | head -1` is what people type."""
+  done = subprocess.run(
+    f"{sys.executable} -c 'from taperjax.cli import main; main()' info "
+    f"{tapered} | head -1",
+    shell=True,
+    capture_output=True,
+    text=True,
+    timeout=runs.LIMIT,
   )
-  assert [p.name for p in other.iterdir()] == ["cat.jpg"]
+  assert done.stdout.startswith("config.size")
+  assert done.stderr == ""
 
 
 def test_fold_refuses_what_has_no_taper_at_gate_0(
@@ -291,8 +318,10 @@ def test_info_tells_of_runs_steps_and_folded_models(run, tapered, baseline):
   assert folded["model"]["final_norm"] == "none"
   assert run("info", baseline, "--json")["gate"] == 1.0
   out = run("info", tapered)
-  assert f"params: {found['params']}" in out
-  assert "embed/embedding (257, 8)" in out
+  lines = [line.split(maxsplit=1) for line in out.splitlines()]
+  assert ["params", f"{found['params']:,}"] in lines
+  assert ["shapes.embed/embedding", "[257, 8]"] in lines
+  assert ["config.taper.start", "0.4"] in lines
 
 
 def test_info_counts_a_config_without_any_file(

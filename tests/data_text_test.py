@@ -91,7 +91,7 @@ def test_missing_path_folder_and_column_are_told(tmp_path):
     text.file_source(tmp_path / "d.txt")
   table = pyarrow.table({"story": ["a"]})
   pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-  with pytest.raises(UserError, match='has no column "text", only story'):
+  with pytest.raises(UserError, match='has not one column "text", but story'):
     list(text.iter_documents(tmp_path / "a.parquet"))
 
 

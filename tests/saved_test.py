@@ -120,10 +120,10 @@ def test_failed_fold_leaves_the_old_folder_as_it_was(
   report = (out / "fold.json").read_text()
 
   def full_disk(*_):
-    raise OSError("disk full")
+    raise OSError(28, "disk full")
 
   monkeypatch.setattr(saved, "write_json", full_disk)
-  with pytest.raises(OSError, match="disk full"):
+  with pytest.raises(UserError, match="cannot be written .*disk full"):
     saved.write_folded(out, model, lambda: batches(model))
   assert os.listdir(tmp_path) == ["folded"]
   assert (out / "fold.json").read_text() == report

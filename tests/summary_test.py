@@ -150,7 +150,10 @@ def test_table_shows_the_results_on_standard_output(root, capsys):
     assert f"tiny {found['variant']}, norm rms" in out
     assert f"{found['valid_loss']:.4f}" in out
     assert f"{found['bits_per_byte']:.4f}" in out
-    assert "sample: Once" in out
+    if found["fold"]:
+      assert "sample of the folded model: Once" in out
+    else:
+      assert "sample: Once" in out and "folded" not in out
 
 
 def test_table_shows_a_dash_for_what_left_float32(root, capsys):

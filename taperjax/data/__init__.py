@@ -195,6 +195,8 @@ def _sentencepiece(
       return tokenizer.load_tokenizer(path)
     log(f"Tokenizer {path} is trained anew: the source {source.name} changed.")
   tok = tokenizer.train_sentencepiece(source.documents(), vocab_size)
+  # A kill from here on must not leave the stamp of another model.
+  (path / "trained_on.json").unlink(missing_ok=True)
   tok.save(path)
   with files.atomic_write(path / "trained_on.json") as file:
     file.write(json.dumps(identity).encode())

@@ -61,10 +61,16 @@ def iter_documents(path: str | os.PathLike) -> Iterator[str]:
   """
   path = pathlib.Path(path)
   found = False
-  for document in _reader(path)(path):
-    if document:
-      found = True
-      yield document
+  try:
+    for document in _reader(path)(path):
+      if document:
+        found = True
+        yield document
+  except OSError as error:
+    raise UserError(
+      f"data={str(path)[:200]} cannot be read ({error.strerror}); give a file "
+      "that can be."
+    ) from error
   if not found:
     raise UserError(
       f"data={path} holds no documents; give a file with text in it."
@@ -128,7 +134,9 @@ def _read_jsonl(path: pathlib.Path) -> Iterator[str]:
         continue
       try:
         text = json.loads(line)["text"]
-      except (ValueError, LookupError, TypeError):
+        text.encode()  # half of a surrogate pair is no text
+      except (ValueError, LookupError, TypeError, AttributeError,
+              RecursionError):
         text = None
       if not isinstance(text, str):
         raise UserError(
@@ -148,10 +156,10 @@ def _read_parquet(path: pathlib.Path) -> Iterator[str]:
     raise _bad_parquet(path, error) from error
   with file:
     names = file.schema_arrow.names
-    if "text" not in names:
+    if names.count("text") != 1:
       raise UserError(
-        f'data={path} has no column "text", only {", ".join(names)}; rename '
-        "the column that holds the text."
+        f'data={path} has not one column "text", but {", ".join(names)}; '
+        "rename the column that holds the text."
       )
     kind = file.schema_arrow.field("text").type
     if pyarrow.types.is_dictionary(kind):

@@ -235,7 +235,7 @@ def _builder(
   if not builder.is_prepared():
     raise UserError(
       f"data=tfds:{name} is not prepared in {builder.data_path}; run "
-      f"tfds.builder({name!r}, data_dir={str(data_dir)!r}, "
+      f"tfds.builder({name!r}, data_dir={data_dir and str(data_dir)!r}, "
       "file_format='array_record').download_and_prepare() once."
     )
   return builder

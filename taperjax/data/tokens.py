@@ -109,13 +109,15 @@ def open_tokens(
       return None, f"the file has {size} bytes, another size than recorded"
     if files.sha256_of_files([path]) != meta["tokens_sha256"]:
       return None, "the file was changed since it was written (sha256)"
+    found = TokenFile(np.memmap(path, dtype, "r"), path, meta)
+    _ = found.hashes, meta["source_size"], meta["source_mtimes_ns"]  # are there
   except FileNotFoundError as error:
     missing = pathlib.Path(error.filename)
     other = path if missing == meta_path else meta_path
     return None, f"{missing.name} is missing" if other.exists() else None
-  except (ValueError, LookupError, TypeError):
+  except (OSError, ValueError, LookupError, TypeError):
     return None, f"{meta_path.name} is damaged"
-  return TokenFile(np.memmap(path, dtype, "r"), path, meta), None
+  return found, None
 
 
 def _difference(
