@@ -262,7 +262,8 @@ def error_cases():
     ),
     "negative weights": (
       lambda model: taperjax.calibrate(
-        model, [(tiny.tokens(), -np.ones(tiny.tokens().shape))]
+        model.replace(gate=1.0),
+        [(tiny.tokens(), -np.ones(tiny.tokens().shape))],
       ),
       "a mask holds numbers that are negative or not finite",
     ),

@@ -73,6 +73,8 @@ def test_jsonl_and_parquet_texts_stay_as_they_are(tmp_path):
     ("a.jsonl", b'{"text": 5}', "line 1 is not"),
     ("a.jsonl", b"[1]", "line 1 is not"),
     ("a.jsonl", b"{", "line 1 is not"),
+    ("a.jsonl", b'{"text": "\\ud800"}', "line 1 is not"),
+    ("a.jsonl", b"[" * 200_000, "line 1 is not"),
     ("a.parquet", b"PAR1 no", "cannot be read as parquet"),
     ("a.parquet", b"", "cannot be read as parquet"),
   ],

@@ -194,6 +194,39 @@ def test_finished_run_prints_its_table_and_trains_nothing(
   assert (workdir / "metrics.jsonl").read_bytes() == metrics_before
 
 
+def test_damaged_summary_is_made_anew(copy, root):
+  """All that it says can be had from the last checkpoint."""
+  workdir = copy()
+  before = runs.untimed_summary(workdir)
+  (workdir / "summary.json").write_text("{")
+  _, _, err = runs.quiet(again, workdir, root)
+  assert "summary.json is damaged and is made anew" in err
+  assert runs.untimed_summary(workdir) == before
+
+
+def test_workdir_removed_under_the_run_is_told(copy, root, monkeypatch):
+  """Half a workdir that says "wrote" would pass for a whole one."""
+  workdir = copy()
+  (workdir / "summary.json").unlink()
+  monkeypatch.setattr(
+    loop.Run, "_describe", lambda self: (workdir / ".taperjax").unlink()
+  )
+  with pytest.raises(UserError, match="was removed while the run was in it"):
+    again(workdir, root)
+  assert not (workdir / "summary.json").exists()
+
+
+def test_mistake_leaves_no_new_folder(tmp_path):
+  """A typo would otherwise leave an empty run for each try."""
+  for kind in ("missing", "tokenizer"):
+    changes = {"data__train": "no.txt"} if kind == "missing" else {
+      "data__tokenizer": "no.json"
+    }
+    with pytest.raises(UserError, match="does not exist"):
+      loop.train(runs.config(**changes), tmp_path / "new")
+  assert not list(tmp_path.iterdir())
+
+
 def test_run_killed_while_it_folds_ends_the_same(copy, root):
   """The last checkpoint is there, the summary is not: no second eval record."""
   workdir = copy()
