@@ -1,10 +1,11 @@
-"""The quickstart: a small story model that loses its norms, in two minutes.
+"""The quickstart: a small story model that loses its norms in minutes.
 
   python train.py --config configs/quickstart.py
 
-No download: it trains on stories from a grammar in this package. Width, rate,
-vocabulary, steps and the place of the taper were set by measurement, so that
-two CPU cores finish in under three minutes and at least 80 percent of the
+Two CPU cores, two to three minutes; validation loss 0.737 nats per token at
+gate 0 and folded (commit f0dc8026, jax 0.10.2). No download: it trains on
+stories from a grammar in this package. Width, rate, vocabulary, steps and the
+place of the taper were set by measurement, so that at least 80 percent of the
 sentences parse (`python -m tests.story_quality WORKDIR`). The paper's taper,
 from 5 percent of the steps to the last one, calibrates too early here: after 20
 steps the residual stream is a third of what it becomes, and the loss of a few

@@ -7,7 +7,8 @@ internal_aux, final, all, all_aux. With the defaults the official text is
 downloaded (2 GB); `--config.data.train=FILE --config.data.valid=FILE` takes
 local files instead. Everything but the variant is identical between the
 variants of one size; [U] marks what the paper does not say. The full runs of
-Table 5 take days on a GPU; the README has a table of short ones on two cores.
+Table 5 take days on a GPU and were not made; the README has a table of short
+ones on two cores (1m, 1,000 steps, loss 4.07 to 4.53, ten minutes each).
 """
 
 from ml_collections import config_dict
