@@ -229,7 +229,7 @@ def write_folded(
   )
   report = {
     # A model that has diverged may leave float32; JSON has no infinity.
-    "errors": strict(errors),  # one dtype may overflow where another does not
+    "errors": strict(errors),
     "compared_tokens": int(mask_BL.sum()),
     "folded": folding.folded_tensors(model.config),
     "params": model_lib.count_params(model.params)[0],
@@ -239,7 +239,7 @@ def write_folded(
   part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
   old = folder.with_name(f"{folder.name}.part-old-{os.getpid()}")
   try:
-    part.mkdir()  # not its parents: a workdir that is gone stays gone
+    part.mkdir(parents=True)
     with contextlib.closing(checkpoint.Checkpoints(part, log=say)) as saved:
       saved.save(
         model.step,
@@ -270,7 +270,6 @@ def _folded_folder(folder: pathlib.Path) -> pathlib.Path:
     folder = folder.resolve()
     there = [path.name for path in folder.iterdir()]
   except FileNotFoundError:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     return folder
   except (OSError, RuntimeError) as error:
     raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import shutil
 
 import numpy as np
@@ -129,6 +130,20 @@ def test_failed_fold_leaves_the_old_folder_as_it_was(
   assert (out / "fold.json").read_text() == report
   for name, array in runs.state(out)[1].items():
     np.testing.assert_array_equal(array, before[name])
+
+
+def test_fold_into_a_place_that_cannot_be_made_is_told(tapered, tmp_path):
+  """A parent that is a file, and not a folder, is a mistake of the user."""
+  (tmp_path / "file").write_text("")
+  model = saved.load(tapered)
+  with pytest.raises(UserError, match="choose a"):
+    saved.write_folded(
+      tmp_path / "file" / "a" / "b", model, lambda: batches(model)
+    )
+  with pytest.raises(UserError, match="cannot be written to .*choose a"):
+    saved.write_folded(
+      pathlib.Path("/proc/none/folded"), model, lambda: batches(model)
+    )
 
 
 def test_refused_fold_reads_no_data(tapered, tmp_path):
