@@ -9,30 +9,56 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from taperjax.config import RopeScaling
 
-def rotary(
-  x_BLHK: jax.Array, position_BL: jax.Array, theta: float, rotary_dim: int
+
+def frequencies(
+  theta: float, rotary_dim: int, scaling: RopeScaling | None = None
 ) -> jax.Array:
-  r"""Rotates the first `rotary_dim` coordinates of each head by its position.
+  r"""Angles by which one position turns, theta^(-2 i / R), float32 (R / 2,).
 
-  Coordinate i turns with i + rotary_dim / 2 (the half-split layout) by the
-  angle position * theta^(-2 i / rotary_dim), i < rotary_dim / 2.
-
-  Args:
-    x_BLHK: queries or keys.
-    position_BL: int32 positions from 0.
-    theta: base of the frequencies.
-    rotary_dim: even, at most K; the rest of the head passes unchanged.
+  linear divides all of them by its factor. llama3 divides only the slow ones,
+  of which fewer than low_freq_factor turns fit in the original context, keeps
+  the fast ones, with more than high_freq_factor turns, and mixes in between:
+  with s the share of the way from low to high, (1 - s) f / factor + s f.
   """
   half = rotary_dim // 2
   exponent_R = jnp.arange(half, dtype=jnp.float32) * 2.0 / rotary_dim
   frequency_R = theta**-exponent_R
+  if scaling is None:
+    return frequency_R
+  if scaling.kind == "linear":
+    return frequency_R / scaling.factor
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  turns_R = scaling.original_context * frequency_R / (2.0 * jnp.pi)
+  share_R = jnp.clip((turns_R - low) / (high - low), 0.0, 1.0)
+  return ((1.0 - share_R) / scaling.factor + share_R) * frequency_R
+
+
+def rotary(
+  x_BLHK: jax.Array,
+  position_BL: jax.Array,
+  frequency_R: jax.Array,
+) -> jax.Array:
+  r"""Rotates the first 2 R coordinates of each head by its position.
+
+  Coordinate i turns with i + R (the half-split layout) by the angle
+  position * frequency[i], i < R.
+
+  Args:
+    x_BLHK: queries or keys.
+    position_BL: int32 positions from 0.
+    frequency_R: from `frequencies`; 2 R is at most K, and the rest of the head
+      passes unchanged.
+  """
+  half = frequency_R.shape[0]
   position_BL1 = position_BL[..., None].astype(jnp.float32)
   angle_BLR = position_BL1 * frequency_R[None, None, :]
   cos_BL1R = jnp.cos(angle_BLR)[:, :, None, :]
   sin_BL1R = jnp.sin(angle_BLR)[:, :, None, :]
   x32 = x_BLHK.astype(jnp.float32)
-  a, b, rest = x32[..., :half], x32[..., half:rotary_dim], x32[..., rotary_dim:]
+  a, b = x32[..., :half], x32[..., half : 2 * half]
+  rest = x32[..., 2 * half :]
   turned = (a * cos_BL1R - b * sin_BL1R, b * cos_BL1R + a * sin_BL1R, rest)
   return jnp.concatenate(turned, axis=-1).astype(x_BLHK.dtype)
 

@@ -13,7 +13,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from taperjax.errors import UserError
@@ -73,6 +73,17 @@ _EXAMPLES = _POSITIVE | {
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How rotary frequencies are stretched; see `attention.frequencies`."""
+
+  kind: str  # "linear" or "llama3"
+  factor: float
+  low_freq_factor: float = 1.0  # the rest is of llama3 alone
+  high_freq_factor: float = 4.0
+  original_context: int = 8_192
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Shape of a transformer; all that is needed to run its parameters."""
 
@@ -98,6 +109,7 @@ class ModelConfig:
   vocab_size: int
   context_len: int
   compute_dtype: str
+  rope_scaling: RopeScaling | None = None  # of imported models
 
   @property
   def residual_std(self) -> float:
@@ -238,6 +250,7 @@ _SET_BY_PARSE = {
   "vocab_size",
   "context_len",
   "compute_dtype",
+  "rope_scaling",
 }
 
 
@@ -351,10 +364,16 @@ def _build(cls, fields: Mapping[str, Any], prefix: str):
   """A dataclass from a mapping; names and types are checked."""
   _check_group(fields, prefix[:-1])
   hints = typing.get_type_hints(cls)
-  _check_names(fields, set(hints), prefix)
+  has_default = {
+    f.name
+    for f in dataclasses.fields(cls)
+    if f.default is not dataclasses.MISSING
+  }
+  _check_names(fields, set(hints), prefix, has_default)
   return cls(**{
     name: _typed(fields[name], kind, prefix + name)
     for name, kind in hints.items()
+    if name in fields
   })
 
 
@@ -366,7 +385,9 @@ def _check_group(value, name: str) -> None:
     )
 
 
-def _check_names(fields, known: set[str], prefix: str) -> None:
+def _check_names(
+  fields, known: set[str], prefix: str, optional: Set[str] = frozenset()
+) -> None:
   for name in fields:
     if name not in known:
       close = difflib.get_close_matches(name, known, 1, 0.5)
@@ -374,17 +395,17 @@ def _check_names(fields, known: set[str], prefix: str) -> None:
         "the fields are " + ", ".join(sorted(known))
       )
       raise UserError(f"{prefix}{name} is not a config field; {hint}")
-  for name in sorted(known - set(fields)):
+  for name in sorted(known - set(fields) - optional):
     raise UserError(f"{prefix}{name} is missing; add it to the config file")
 
 
 def _typed(value, kind, name: str):
-  if dataclasses.is_dataclass(kind):
-    return _build(kind, value, name + ".")
   if isinstance(kind, types.UnionType):
     if value is None:
       return None
     kind = kind.__args__[0]
+  if dataclasses.is_dataclass(kind):
+    return _build(kind, value, name + ".")
   if typing.get_origin(kind) is tuple:
     inner = kind.__args__[0]
     if not isinstance(value, list | tuple):

@@ -86,9 +86,11 @@ class Attention(nn.Module):
     k_BLGK = project("k", cfg.num_kv_heads)
     v_BLGK = project("v", cfg.num_kv_heads)
     if cfg.positions == "rope":
-      turn = (position_BL, cfg.rope_theta, cfg.rotary_dim)
-      q_BLHK = attention.rotary(q_BLHK, *turn)
-      k_BLGK = attention.rotary(k_BLGK, *turn)
+      frequency_R = attention.frequencies(
+        cfg.rope_theta, cfg.rotary_dim, cfg.rope_scaling
+      )
+      q_BLHK = attention.rotary(q_BLHK, position_BL, frequency_R)
+      k_BLGK = attention.rotary(k_BLGK, position_BL, frequency_R)
     if cache is None:
       out_BLHK = attention.causal_attention(q_BLHK, k_BLGK, v_BLGK)
     else:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from taperjax import attention
+from taperjax.config import RopeScaling
 from tests import tiny
 
 B, L, K = tiny.B, tiny.L, tiny.K
@@ -47,19 +48,54 @@ def test_rotary_turns_pairs_half_a_rotary_dim_apart(rotary_dim):
   turn = np.exp(1j * position[:, :, None, None] * frequency)
   pair = (x[..., :half] + 1j * x[..., half:rotary_dim]) * turn
   expected = np.concatenate([pair.real, pair.imag, x[..., rotary_dim:]], -1)
-  got = attention.rotary(x, jnp.asarray(position, jnp.int32), 100.0, rotary_dim)
+  turns = attention.frequencies(100.0, rotary_dim)
+  got = attention.rotary(x, jnp.asarray(position, jnp.int32), turns)
   # An angle near 100 is rounded to 4e-6.
   np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+
+
+def test_llama3_scaling_keeps_fast_turns_and_slows_slow_ones():
+  """Written out with wavelengths, as the rule was published for Llama 3.1.
+
+  The three cases must all occur, or a wrong bound would pass.
+  """
+  scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+  plain = np.asarray(attention.frequencies(100.0, 16))
+  got = np.asarray(attention.frequencies(100.0, 16, scaling))
+  expected, cases = [], set()
+  for frequency in plain.astype(np.float64):
+    wavelength = 2 * np.pi / frequency
+    if wavelength < 64 / 4.0:
+      case, value = "fast", frequency
+    elif wavelength > 64 / 1.0:
+      case, value = "slow", frequency / 8.0
+    else:
+      share = (64 / wavelength - 1.0) / (4.0 - 1.0)
+      case = "between"
+      value = (1 - share) * frequency / 8.0 + share * frequency
+    cases.add(case)
+    expected.append(value)
+  assert cases == {"fast", "slow", "between"}
+  np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_linear_scaling_divides_every_frequency():
+  scaling = RopeScaling("linear", 4.0)
+  plain = attention.frequencies(100.0, 8)
+  np.testing.assert_array_equal(
+    attention.frequencies(100.0, 8, scaling), plain / 4.0
+  )
 
 
 def test_rotary_scores_depend_on_distance_alone():
   """What relative positions mean; the cache relies on it."""
   q, k, _ = draw(groups=H)
+  turns = attention.frequencies(100.0, K)
 
   def scores(offset):
     position = jnp.broadcast_to(jnp.arange(L)[None] + offset, (B, L))
-    a = attention.rotary(q, position, 100.0, K)
-    b = attention.rotary(k, position, 100.0, K)
+    a = attention.rotary(q, position, turns)
+    b = attention.rotary(k, position, turns)
     return jnp.einsum("BLHK,BMHK->BHLM", a, b)
 
   np.testing.assert_allclose(scores(0), scores(40), atol=3e-5)

@@ -25,6 +25,7 @@ ROWS = [
   {"state", "folding", "decode"},
   {"step", "checkpoint"},
   {"saved"},
+  {"interop"},
   {"loop", "api"},
   {"cli"},
 ]

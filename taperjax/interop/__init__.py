@@ -1,0 +1,1 @@
+"""Other people's model files, in and out."""
