@@ -1,0 +1,242 @@
+"""Hugging Face folders: config.json and safetensors, read and written.
+
+Nothing here knows a model: names and shapes of tensors are for the reader of
+each architecture. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from taperjax.errors import UserError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+# As safetensors names them, and as config.json does.
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def read_folder(
+  folder: str | os.PathLike[str],
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
+  """Reads a local folder; one file or shards.
+
+  Returns:
+    config.json as a dict; the tensors by name, float32, exactly as stored; and
+    the sha256 of every file that was read, by file name.
+
+  Raises:
+    UserError: a file is missing, damaged or outside the folder; a tensor of
+      another dtype, or with a number that is not finite; weights in a pickle.
+  """
+  folder = pathlib.Path(folder)
+  hf_config = read_json(folder / CONFIG)
+  names = [CONFIG]
+  tensors: dict[str, np.ndarray] = {}
+  if (folder / INDEX).exists():
+    names.append(INDEX)
+  for name, wanted in _shards(folder).items():
+    names.append(name)
+    for tensor, value in _read_tensors(folder / name, wanted):
+      if tensor in tensors:
+        raise UserError(
+          f"{folder / name}: tensor {tensor!r} is in another file too; keep it "
+          "in one"
+        )
+      tensors[tensor] = value
+  return hf_config, tensors, {name: sha256(folder / name) for name in names}
+
+
+def stored_dtype(folder: str | os.PathLike[str]) -> str:
+  """The dtype of the stored tensors; several are joined by "+"."""
+  folder = pathlib.Path(folder)
+  found = set()
+  for name in _shards(folder):
+    with _open(folder / name) as file:
+      names = file.keys()
+      found |= {file.get_slice(tensor).get_dtype() for tensor in names}
+  return "+".join(DTYPES.get(kind, kind) for kind in sorted(found))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object of a JSON file.
+
+  Raises:
+    UserError: no such file, or no JSON object in it.
+  """
+  try:
+    value = json.loads(path.read_bytes())
+  except OSError as error:
+    raise UserError(
+      f"{path} cannot be read ({error.strerror}); give a folder with it"
+    ) from error
+  except ValueError as error:
+    raise UserError(
+      f"{path} is no JSON ({error}); fetch the file again"
+    ) from error
+  if not isinstance(value, dict):
+    raise UserError(f"{path} holds no JSON object; fetch the file again")
+  return value
+
+
+def sha256(path: pathlib.Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shards(folder: pathlib.Path) -> dict[str, set[str] | None]:
+  """File name -> the tensors that the index sees in it; None without index."""
+  single, index = folder / WEIGHTS, folder / INDEX
+  if single.exists() and index.exists():
+    raise UserError(
+      f"{folder} holds both {WEIGHTS} and {INDEX}; remove the one that is not "
+      "meant"
+    )
+  if single.exists():
+    return {WEIGHTS: None}
+  if not index.exists():
+    raise UserError(_no_weights(folder))
+  weight_map = read_json(index).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise UserError(f"{index} has no weight_map; fetch the file again")
+  shards: dict[str, set[str] | None] = {}
+  for tensor, name in weight_map.items():
+    if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+      raise UserError(
+        f"{index}: tensor {tensor!r} is said to lie in {name!r}, which is no "
+        "file name of this folder; fetch the file again"
+      )
+    if not name.endswith(".safetensors"):
+      raise UserError(
+        f"{index}: tensor {tensor!r} is said to lie in {name!r}, which is no "
+        "safetensors file; convert the weights to safetensors"
+      )
+    if not (folder / name).is_file():
+      raise UserError(
+        f"{index}: {name} does not exist in {folder}; fetch that file"
+      )
+    shards.setdefault(name, set()).add(tensor)
+  return shards
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+  try:
+    there = sorted(path.name for path in folder.iterdir())
+  except OSError as error:
+    return f"{folder} cannot be read ({error.strerror}); give another folder"
+  for name in there:
+    if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl")):
+      return (
+        f"{folder / name} holds pickled weights, which are never opened; "
+        "convert them to safetensors"
+      )
+  return f"{folder} holds no {WEIGHTS}; give a folder with it"
+
+
+def _open(path: pathlib.Path):
+  """A safetensors file, its header checked by the library."""
+  from safetensors import SafetensorError, safe_open
+
+  try:
+    return safe_open(path, framework="numpy")
+  except (SafetensorError, OSError, ValueError) as error:
+    raise UserError(
+      f"{path} is damaged or no safetensors file ({error}); fetch it again"
+    ) from error
+
+
+def _read_tensors(
+  path: pathlib.Path, wanted: set[str] | None
+) -> Iterator[tuple[str, np.ndarray]]:
+  """(name, float32 array) of every tensor, which must be those wanted."""
+  with _open(path) as file:
+    names = sorted(file.keys())
+    if wanted is not None:
+      for name in sorted(wanted ^ set(names)):
+        fault = "does not hold" if name in wanted else "holds"
+        raise UserError(
+          f"{path} {fault} tensor {name!r}, against {INDEX}; fetch both again"
+        )
+    for name in names:
+      kind = file.get_slice(name).get_dtype()
+      if kind not in DTYPES:
+        raise UserError(
+          f"{path}: tensor {name!r} has dtype {kind}; understood are "
+          f"{', '.join(DTYPES)}: convert it to one of them"
+        )
+      value = np.ascontiguousarray(file.get_tensor(name).astype(np.float32))
+      if not np.isfinite(value).all():
+        raise UserError(
+          f"{path}: tensor {name!r} holds numbers that are not finite; fetch "
+          "the file again"
+        )
+      yield name, value
+
+
+def write_folder(
+  folder: str | os.PathLike[str],
+  tensors: Mapping[str, np.ndarray],
+  hf_config: Mapping[str, Any],
+  dtype: str,
+) -> None:
+  """Writes model.safetensors and config.json, the weights cast once.
+
+  Args:
+    folder: made if it is not there.
+    tensors: float32, by their names in the file.
+    hf_config: written with `dtype` and, for older readers, `torch_dtype`.
+    dtype: "float32", "bfloat16" or "float16".
+
+  Raises:
+    UserError: a number leaves the dtype; a tied model with a head of its own,
+      or an untied one without; a folder that cannot be written.
+  """
+  import safetensors.numpy
+
+  folder = pathlib.Path(folder)
+  if dtype not in DTYPES.values():
+    raise UserError(
+      f"dtype={dtype!r} is not one of {', '.join(DTYPES.values())}"
+    )
+  tied = hf_config.get("tie_word_embeddings")
+  if tied is None:
+    raise ValueError("hf_config must say whether tie_word_embeddings")
+  if tied == (HEAD in tensors):
+    fault = "present" if tied else "missing"
+    raise UserError(
+      f"tie_word_embeddings={tied} and {HEAD} is {fault}; change one of them"
+    )
+  target = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+  cast = {}
+  for name, value in tensors.items():
+    with np.errstate(over="ignore"):
+      stored = np.ascontiguousarray(np.asarray(value), dtype=target)
+    if not np.isfinite(stored).all():
+      raise UserError(
+        f"dtype={dtype} does not hold tensor {name!r}, whose largest "
+        f"|value| is {np.abs(value).max():.4g}; use float32 or bfloat16"
+      )
+    cast[name] = stored
+  written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(
+      cast, folder / WEIGHTS, metadata={"format": "pt"}
+    )
+    (folder / CONFIG).write_text(
+      json.dumps(written, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+  except OSError as error:
+    raise UserError(
+      f"{folder} cannot be written ({error.strerror}); choose a writable folder"
+    ) from error
