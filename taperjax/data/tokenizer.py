@@ -30,6 +30,8 @@ class Tokenizer:
     vocab_size: number of ids, special ones included.
     eos_id: the id after each document.
     bos_id: the id that a document begins with, or None if there is none.
+    adds_bos: whether the model saw bos_id before each text, so that prompts
+      need it.
     fingerprint: hex sha256 of all that decides the ids.
   """
 
@@ -38,10 +40,15 @@ class Tokenizer:
   vocab_size: int
   eos_id: int
   bos_id: int | None
+  adds_bos: bool = False
 
-  def __init__(self, definition: bytes):
+  def __init__(self, definition: bytes, told: dict | None = None):
+    """`told`: fields of the info file that decide ids beside the definition."""
     self.definition = definition
+    self.told = told or {}
     salted = self.kind.encode() + b"\0" + definition
+    if self.told:
+      salted += b"\0" + json.dumps(self.told, sort_keys=True).encode()
     self.fingerprint = hashlib.sha256(salted).hexdigest()
 
   def encode(self, text: str) -> list[int]:
@@ -50,8 +57,17 @@ class Tokenizer:
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     raise NotImplementedError
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Text of the ids; special ids are dropped."""
+  def encode_prompt(self, text: str) -> list[int]:
+    """Ids to continue: bos_id first if the model saw it so; never empty."""
+    start = [self.bos_id] if self.adds_bos else []
+    return start + self.encode(text) or [self.eos_id]
+
+  def decode(self, ids: Iterable[int], continues: bool = False) -> str:
+    """Text of the ids; special ids are dropped.
+
+    Some tokenizers put a blank before a text, and decoding takes it away
+    again: with `continues` it stays, since the ids go on from other ones.
+    """
     raise NotImplementedError
 
   def id_bytes(self) -> np.ndarray:
@@ -68,6 +84,7 @@ class Tokenizer:
       "model": self.model_name,
       "vocab_size": self.vocab_size,
       "fingerprint": self.fingerprint,
+      **self.told,
     }
     with files.atomic_write(folder / INFO) as file:
       file.write(json.dumps(info, indent=2).encode())
@@ -88,7 +105,7 @@ class ByteTokenizer(Tokenizer):
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     return [list(text.encode()) for text in texts]
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Iterable[int], continues: bool = False) -> str:
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
   def id_bytes(self) -> np.ndarray:
@@ -130,9 +147,14 @@ class SentencePieceTokenizer(Tokenizer):
           encoded[row] = sum((self._block + ids for ids in others), first)
     return encoded
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Iterable[int], continues: bool = False) -> str:
     kept = (int(i) for i in ids)
-    return self._model.decode([i for i in kept if i not in self._special])
+    kept = [i for i in kept if i not in self._special]
+    if not continues:
+      return self._model.decode(kept)
+    # Only the first piece of a text loses its blank: put another one there.
+    first = [self._model.unk_id()]
+    return self._model.decode(first + kept)[len(self._model.decode(first)) :]
 
   def id_bytes(self) -> np.ndarray:
     pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
@@ -152,19 +174,31 @@ class SentencePieceTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
   """A Hugging Face `tokenizer.json`, given as its bytes.
 
-  Its special tokens are never read from text and never added; the end of
-  text is the first of `EOS` that it has, `bos_id` the first of `BOS`.
+  Its special tokens are never read from text and never added. Unless told,
+  the end of text is the first of `EOS` that it has, `bos_id` the first of
+  `BOS`.
+
+  Args:
+    definition: the file's bytes.
+    path: its name, for messages.
+    told: any of "eos_id", "bos_id" (None: there is none) and "adds_bos".
   """
 
   kind = "huggingface"
   model_name = "tokenizer.json"
   EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
   BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+  TOLD = ("eos_id", "bos_id", "adds_bos")
 
-  def __init__(self, definition: bytes, path: str | os.PathLike = model_name):
+  def __init__(
+    self,
+    definition: bytes,
+    path: str | os.PathLike = model_name,
+    told: dict | None = None,
+  ):
     import tokenizers
 
-    super().__init__(definition)
+    super().__init__(definition, told)
     try:
       self._model = tokenizers.Tokenizer.from_buffer(definition)
     except Exception as error:  # the library raises no narrower class
@@ -178,28 +212,56 @@ class HFTokenizer(Tokenizer):
     vocab = self._model.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocab.values()) + 1
     ends = [vocab[token] for token in self.EOS if token in vocab]
-    if not ends:
+    starts = [vocab[token] for token in self.BOS if token in vocab]
+    self.eos_id = self._told("eos_id", ends, path)
+    self.bos_id = self._told("bos_id", starts, path)
+    self.adds_bos = bool(self.told.get("adds_bos", False))
+    if self.eos_id is None:
       raise UserError(
         f"data.tokenizer={path} has no end-of-text token; add one of "
         f"{', '.join(self.EOS)} to it."
       )
-    self.eos_id = ends[0]
-    starts = [vocab[token] for token in self.BOS if token in vocab]
-    self.bos_id = starts[0] if starts else None
-    decoder = str(json.loads(definition).get("decoder"))
+    if self.adds_bos and self.bos_id is None:
+      raise UserError(
+        f"data.tokenizer={path} adds a beginning of text (adds_bos=True) but "
+        "has no such token; tell bos_id too."
+      )
+    parts = json.loads(definition)
+    decoder = str(parts.get("decoder"))
     self._is_byte_level = "ByteLevel" in decoder
     if not re.search("ByteLevel|ByteFallback|Metaspace", decoder):
       raise UserError(
         f"data.tokenizer={path} has a decoder that does not keep the text "
         "exactly; use a byte-level or SentencePiece-like tokenizer."
       )
+    self._continued = _continued(parts["decoder"])
+
+  def _told(self, name: str, named: list[int], path) -> int | None:
+    """The id that was told, else the first of the known names."""
+    if name not in self.told:
+      return named[0] if named else None
+    token = self.told[name]
+    if token is not None and not (
+      type(token) is int and 0 <= token < self.vocab_size
+    ):
+      raise UserError(
+        f"data.tokenizer={path}: {name}={token!r} is not an id of its "
+        f"vocabulary; use one from 0 to {self.vocab_size - 1}."
+      )
+    return token
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
     return [encoding.ids for encoding in encoded]
 
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+  def decode(self, ids: Iterable[int], continues: bool = False) -> str:
+    ids = [int(i) for i in ids]
+    if not continues or self._continued is None:
+      return self._model.decode(ids, skip_special_tokens=True)
+    added = self._model.get_added_tokens_decoder()
+    special = {i for i, token in added.items() if token.special}
+    kept = (self._model.id_to_token(i) for i in ids if i not in special)
+    return self._continued.decode([token for token in kept if token])
 
   def id_bytes(self) -> np.ndarray:
     added = self._model.get_added_tokens_decoder()
@@ -214,6 +276,31 @@ class HFTokenizer(Tokenizer):
       else:
         lengths[i] = len(piece.replace("▁", " ").encode())
     return lengths
+
+
+def _continued(decoder: dict):
+  """The decoder without what takes the first blank away; None: the same."""
+  import tokenizers
+
+  def keep(part: dict) -> dict | None:
+    if part["type"] == "Sequence":
+      parts = [keep(p) for p in part["decoders"]]
+      return part | {"decoders": [p for p in parts if p]}
+    if part["type"] == "Strip" and part["start"] and part["content"] == " ":
+      return part | {"start": 0} if part["stop"] else None
+    if part["type"] == "Metaspace":
+      # Older files have add_prefix_space in place of prepend_scheme.
+      part = {k: v for k, v in part.items() if k != "add_prefix_space"}
+      return part | {"prepend_scheme": "never"}
+    return part
+
+  kept = keep(decoder)
+  if kept == decoder:
+    return None
+  # The library builds decoders from JSON only as part of a tokenizer.
+  shell = {"version": "1.0", "added_tokens": [], "decoder": kept}
+  shell["model"] = {"type": "BPE", "vocab": {}, "merges": []}
+  return tokenizers.Tokenizer.from_str(json.dumps(shell)).decoder
 
 
 def train_sentencepiece(
@@ -313,7 +400,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     )
   try:
     info = json.loads((path / INFO).read_bytes())
-    tokenizer = _read(kinds[info["kind"]], path / info["model"])
+    told = {k: info[k] for k in HFTokenizer.TOLD if k in info}
+    tokenizer = _read(kinds[info["kind"]], path / info["model"], told)
     intact = tokenizer.fingerprint == info["fingerprint"]
   except (OSError, ValueError, LookupError, TypeError) as error:
     raise UserError(_damaged(path)) from error
@@ -329,9 +417,11 @@ def _damaged(path: pathlib.Path) -> str:
   )
 
 
-def _read(cls: type[Tokenizer], path: pathlib.Path) -> Tokenizer:
+def _read(
+  cls: type[Tokenizer], path: pathlib.Path, told: dict | None = None
+) -> Tokenizer:
   if cls is HFTokenizer:
-    return HFTokenizer(path.read_bytes(), path)
+    return HFTokenizer(path.read_bytes(), path, told)
   try:
     return cls(path.read_bytes())
   except RuntimeError as error:  # from SentencePiece

@@ -1,0 +1,495 @@
+"""Tokenizers of other formats: read as ours, and written as theirs.
+
+All that is read becomes a Hugging Face tokenizer.json. SentencePiece's BPE
+joins the neighbours whose joint text is the piece with the best score; its
+merges in tokenizer.json are therefore all the ways to cut each piece in two
+pieces, the pieces with the best scores first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from taperjax.data.tokenizer import (
+  ByteTokenizer,
+  HFTokenizer,
+  SentencePieceTokenizer,
+  Tokenizer,
+)
+from taperjax.errors import UserError
+
+# Kinds of pieces, numbered alike in SentencePiece and GGUF.
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+_KINDS = {
+  NORMAL: "normal",
+  UNKNOWN: "unknown",
+  CONTROL: "control",
+  USER: "user-defined",
+  UNUSED: "unused",
+  BYTE: "byte",
+}
+_END = "<|endoftext|>"
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_BYTE_LEVEL = {
+  "type": "ByteLevel",
+  "add_prefix_space": False,
+  "trim_offsets": True,
+  "use_regex": True,
+}
+_LLAMA3_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How text is cut before byte-level BPE, by GGUF's tokenizer.ggml.pre.
+_PRE = {
+  "gpt-2": [_BYTE_LEVEL],
+  "smollm": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
+  "llama-bpe": [
+    {
+      "type": "Split",
+      "pattern": {"Regex": _LLAMA3_WORDS},
+      "behavior": "Isolated",
+      "invert": False,
+    },
+    {**_BYTE_LEVEL, "use_regex": False},
+  ],
+}
+
+
+def from_llama2c(path: str | os.PathLike, vocab_size: int) -> HFTokenizer:
+  """Reads a tokenizer file of llama2.c (tok512.bin and the like).
+
+  A document begins with id 1, and the next document's ends it, so 1 is both
+  bos_id and eos_id. A blank is put before a text that is not empty.
+
+  Args:
+    path: int32 longest length; for each token float32 score, int32 length,
+      bytes. Ids 0 to 2 are special, 3 to 258 the bytes, then pieces.
+    vocab_size: number of tokens.
+
+  Raises:
+    UserError: the file is cut, too long, or holds something else.
+  """
+  path = pathlib.Path(path)
+  pieces, scores = _llama2c_pieces(path, vocab_size)
+  pieces[:3] = "<unk>", "<s>", "</s>"
+  kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
+  kinds += [NORMAL] * (vocab_size - len(kinds))
+  definition = _scored(pieces, scores, kinds, prefix=True, path=path)
+  told = {"bos_id": 1, "eos_id": 1, "adds_bos": True}
+  return HFTokenizer(definition, path, told)
+
+
+def _llama2c_pieces(
+  path: pathlib.Path, vocab_size: int
+) -> tuple[list[str], list[float]]:
+  def wrong(what: str) -> UserError:
+    return UserError(
+      f"tokenizer={path} {what}, so it is no llama2.c tokenizer of "
+      f"{vocab_size} tokens; give the file that belongs to the checkpoint"
+    )
+
+  try:
+    data = path.read_bytes()
+  except OSError as error:
+    raise UserError(
+      f"tokenizer={path} cannot be read ({error.strerror}); give a llama2.c "
+      "tokenizer file"
+    ) from error
+  pieces, scores, offset = [], [], 4
+  for i in range(vocab_size):
+    if offset + 8 > len(data):
+      raise wrong(f"ends in token {i}")
+    score, length = struct.unpack_from("<fi", data, offset)
+    piece = data[offset + 8 : offset + 8 + length] if length > 0 else b""
+    if length < 0 or len(piece) < length:
+      raise wrong(f"gives token {i} the length {length}")
+    try:
+      pieces.append(piece.decode())
+    except UnicodeDecodeError:
+      raise wrong(f"has a token {i} that is not UTF-8") from None
+    scores.append(score)
+    offset += 8 + length
+  if offset != len(data):
+    raise wrong(f"holds {len(data) - offset} bytes after the last token")
+  longest = max(len(piece.encode()) for piece in pieces)
+  if struct.unpack_from("<i", data)[0] < longest:
+    raise wrong("names a longest token that is too short")
+  if pieces[3:259] != _BYTES:
+    raise wrong("does not have the 256 bytes as tokens 3 to 258")
+  return pieces, scores
+
+
+def _scored(
+  pieces: Sequence[str],
+  scores: Sequence[float],
+  kinds: Sequence[int],
+  *,
+  prefix: bool,
+  path: str | os.PathLike,
+) -> bytes:
+  """A tokenizer.json of SentencePiece BPE with byte fallback.
+
+  Blanks stay blanks in the pieces, so U+2581 is a character like others.
+  With `prefix` a blank is put before a text, and decoding takes it away.
+  """
+  vocab = {piece: i for i, piece in enumerate(pieces)}
+  if len(vocab) < len(pieces):
+    twice = next(p for i, p in enumerate(pieces) if vocab[p] != i)
+    raise UserError(
+      f"tokenizer={path} has the piece {twice!r} twice, so its ids are not "
+      "known; give another file"
+    )
+  if missing := [byte for byte in _BYTES if byte not in vocab]:
+    raise UserError(
+      f"tokenizer={path} has no piece {missing[0]}, so some texts have no ids; "
+      "only tokenizers with byte fallback can be used"
+    )
+  decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+  if prefix:
+    decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+  special = [i for i, k in enumerate(kinds) if k in (UNKNOWN, CONTROL)]
+  return _definition(
+    vocab,
+    _merges_of(pieces, scores, kinds),
+    added={i: True for i in special},
+    byte_fallback=True,
+    normalizer={"type": "Prepend", "prepend": " "} if prefix else None,
+    decoder={"type": "Sequence", "decoders": decoders},
+  )
+
+
+def _merges_of(
+  pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
+) -> list[tuple[str, str]]:
+  normal = [i for i, kind in enumerate(kinds) if kind == NORMAL]
+  known = {pieces[i] for i in normal}
+  return [
+    (piece[:cut], piece[cut:])
+    for piece in (pieces[i] for i in sorted(normal, key=lambda i: -scores[i]))
+    for cut in range(1, len(piece))
+    if piece[:cut] in known and piece[cut:] in known
+  ]
+
+
+def _definition(
+  vocab: Mapping[str, int],
+  merges: Iterable[tuple[str, str]],
+  *,
+  added: Mapping[int, bool],
+  decoder: dict,
+  pre: Sequence[dict] = (),
+  normalizer: dict | None = None,
+  byte_fallback: bool = False,
+  ignore_merges: bool = False,
+) -> bytes:
+  """A tokenizer.json of BPE.
+
+  Args:
+    added: ids that are matched whole, and whether they are special.
+    pre: steps that cut the text first.
+  """
+  names = {i: piece for piece, i in vocab.items()}
+  plain = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+  }
+  parts = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+      {"id": i, "content": names[i], **plain, "special": special}
+      for i, special in sorted(added.items())
+    ],
+    "normalizer": normalizer,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*pre]}
+    if pre
+    else None,
+    "post_processor": None,
+    "decoder": decoder,
+    "model": {
+      "type": "BPE",
+      "dropout": None,
+      "unk_token": None,
+      "continuing_subword_prefix": None,
+      "end_of_word_suffix": None,
+      "fuse_unk": False,
+      "byte_fallback": byte_fallback,
+      "ignore_merges": ignore_merges,
+      "vocab": dict(vocab),
+      "merges": [list(merge) for merge in merges],
+    },
+  }
+  return json.dumps(parts, ensure_ascii=False, indent=1).encode()
+
+
+def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
+  """The tokenizer.json of a Hugging Face folder; None: there is none.
+
+  Its ends are those that tokenizer_config.json names, else the ids in
+  generation_config.json or config.json (of a list the first), else they are
+  known by their names. `adds_bos` is what the post-processor does.
+
+  Raises:
+    UserError: a damaged file, or an end that the vocabulary does not have.
+  """
+  import tokenizers
+
+  folder = pathlib.Path(folder)
+  path = folder / "tokenizer.json"
+  if not path.is_file():
+    return None
+  definition = path.read_bytes()
+  bare = HFTokenizer(definition, path, {"eos_id": 0, "bos_id": None})
+  model = tokenizers.Tokenizer.from_buffer(bare.definition)
+  names = _read_json(folder / "tokenizer_config.json")
+  told = {}
+  for end in ("bos", "eos"):
+    token = names.get(f"{end}_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None:
+      told[f"{end}_id"] = model.token_to_id(str(token))
+      if told[f"{end}_id"] is None:
+        raise UserError(
+          f"{folder / 'tokenizer_config.json'}: {end}_token={token!r} is not "
+          "in tokenizer.json; put it there, or name one that is"
+        )
+      continue
+    if end == "bos" and "bos_token" in names:  # null: there is none
+      told["bos_id"] = None
+      continue
+    for name in ("generation_config.json", "config.json"):
+      token = _read_json(folder / name).get(f"{end}_token_id")
+      token = token[0] if isinstance(token, list) and token else token
+      if token is not None:
+        told[f"{end}_id"] = token
+        break
+  found = HFTokenizer(definition, path, told)
+  start = model.encode("a", add_special_tokens=True).ids
+  if start[1:] == found.encode("a") and start[0] == found.bos_id:
+    return HFTokenizer(definition, path, told | {"adds_bos": True})
+  return found
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON file as a dict; empty if there is no file."""
+  try:
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+      raise ValueError("not an object")
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError) as error:
+    raise UserError(
+      f"{path} cannot be read ({error}); put the file back as it was saved"
+    ) from error
+  return found
+
+
+def from_gguf(
+  metadata: Mapping[str, Any], path: str | os.PathLike
+) -> HFTokenizer:
+  """The tokenizer that a GGUF file describes, as llama.cpp would run it.
+
+  Args:
+    metadata: values by key, as plain Python.
+    path: the file, for messages.
+
+  Raises:
+    UserError: a kind of tokenizer, of text cutting or of token that is not
+      known here, or tables that do not belong together.
+  """
+  def get(key: str, default=None):
+    return metadata.get(f"tokenizer.ggml.{key}", default)
+
+  def refuse(key: str, value, rule: str) -> UserError:
+    return UserError(
+      f"{path}: tokenizer.ggml.{key}={value!r} {rule}; give another file"
+    )
+
+  kind, pre = get("model"), get("pre")
+  pieces, scores = get("tokens", []), get("scores", [])
+  kinds = get("token_type") or [NORMAL] * len(pieces)
+  if len(kinds) != len(pieces) or not pieces:
+    raise refuse("tokens", len(pieces), f"tokens have {len(kinds)} types")
+  if kind == "gpt2":
+    if pre not in _PRE:
+      raise refuse("pre", pre, f"is not one of {', '.join(_PRE)}")
+    allowed = (NORMAL, CONTROL, USER, UNUSED)
+  elif kind == "llama":
+    allowed = (NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE)
+    if len(scores) != len(pieces):
+      raise refuse("scores", len(scores), f"are not those of {len(pieces)}")
+  else:
+    raise refuse("model", kind, "is neither gpt2 nor llama")
+  if odd := [i for i, k in enumerate(kinds) if k not in allowed]:
+    name = _KINDS.get(kinds[odd[0]], str(kinds[odd[0]]))
+    raise refuse("token_type", name, f"of {pieces[odd[0]]!r} is not supported")
+  if get("add_eos_token", False):
+    raise refuse("add_eos_token", True, "would end each prompt")
+  starts = kind == "llama" or pre == "llama-bpe"
+  told = {"adds_bos": bool(get("add_bos_token", starts))}
+  for end in ("bos", "eos"):
+    if (token := get(f"{end}_token_id")) is not None:
+      told[f"{end}_id"] = token
+  if kind == "llama":
+    pieces = [
+      piece.replace("▁", " ") if k == NORMAL else piece
+      for piece, k in zip(pieces, kinds, strict=True)
+    ]
+    prefix = bool(get("add_space_prefix", True))
+    definition = _scored(pieces, scores, kinds, prefix=prefix, path=path)
+  else:
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    if len(vocab) < len(pieces):
+      raise refuse("tokens", len(pieces), "holds a token twice")
+    merges = [tuple(merge.split(" ", 1)) for merge in get("merges", [])]
+    if any(len(merge) != 2 for merge in merges):
+      raise refuse("merges", len(merges), "holds one that is not a pair")
+    definition = _definition(
+      vocab,
+      merges,
+      added={
+        i: k == CONTROL for i, k in enumerate(kinds) if k in (CONTROL, USER)
+      },
+      pre=_PRE[pre],
+      decoder=_BYTE_LEVEL,
+      ignore_merges=pre == "llama-bpe",
+    )
+  return HFTokenizer(definition, path, told)
+
+
+def to_tokenizer_json(tokenizer: Tokenizer) -> bytes:
+  """A tokenizer.json with exactly the ids of `encode`.
+
+  Beside `tokenizer_config` in a folder, AutoTokenizer puts bos_id first if
+  the tokenizer's `adds_bos` says so, and adds nothing otherwise.
+
+  Raises:
+    UserError: a SentencePiece model that has no equal there.
+  """
+  parts = json.loads(_definition_of(tokenizer))
+  parts["truncation"] = parts["padding"] = parts["post_processor"] = None
+  if tokenizer.adds_bos:
+    name = _names(parts)[tokenizer.bos_id]
+
+    def run(letter, type_id):
+      return [
+        {"SpecialToken": {"id": name, "type_id": type_id}},
+        {"Sequence": {"id": letter, "type_id": type_id}},
+      ]
+
+    parts["post_processor"] = {
+      "type": "TemplateProcessing",
+      "single": run("A", 0),
+      "pair": run("A", 0) + run("B", 1),
+      "special_tokens": {
+        name: {"id": name, "ids": [tokenizer.bos_id], "tokens": [name]}
+      },
+    }
+  return json.dumps(parts, ensure_ascii=False, indent=1).encode()
+
+
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+  """What tokenizer_config.json holds beside `to_tokenizer_json`.
+
+  Special tokens are not read from text, as with `encode`.
+  """
+  names = _names(json.loads(_definition_of(tokenizer)))
+  bos = tokenizer.bos_id
+  return {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None if bos is None else names[bos],
+    "eos_token": names[tokenizer.eos_id],
+    "add_bos_token": tokenizer.adds_bos,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+    "split_special_tokens": True,
+  }
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+  """bos_token_id and eos_token_id, for configurations."""
+  return {
+    "bos_token_id": tokenizer.bos_id,
+    "eos_token_id": tokenizer.eos_id,
+  }
+
+
+def _definition_of(tokenizer: Tokenizer) -> bytes:
+  """A tokenizer.json of any of our kinds, without a post-processor of ours."""
+  if isinstance(tokenizer, HFTokenizer):
+    return tokenizer.definition
+  if isinstance(tokenizer, ByteTokenizer):
+    letters = _byte_letters()
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    return _definition(
+      vocab | {_END: tokenizer.eos_id},
+      [],
+      added={tokenizer.eos_id: True},
+      pre=[{**_BYTE_LEVEL, "use_regex": False}],
+      decoder=_BYTE_LEVEL,
+    )
+  if isinstance(tokenizer, SentencePieceTokenizer):
+    pieces, scores, kinds = _sentencepiece(tokenizer)
+    return _scored(pieces, scores, kinds, prefix=False, path="sentencepiece")
+  raise TypeError(f"unknown tokenizer {tokenizer!r}")
+
+
+def _names(parts: dict) -> dict[int, str]:
+  """Tokens by id, of a parsed tokenizer.json."""
+  names = {i: piece for piece, i in parts["model"]["vocab"].items()}
+  return names | {t["id"]: t["content"] for t in parts["added_tokens"]}
+
+
+def _byte_letters() -> list[str]:
+  """The printable letter of each byte in byte-level BPE."""
+  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = [byte for byte in range(256) if byte not in printable]
+  return [
+    chr(byte if byte in printable else 256 + others.index(byte))
+    for byte in range(256)
+  ]
+
+
+def _sentencepiece(
+  tokenizer: SentencePieceTokenizer,
+) -> tuple[list[str], list[float], list[int]]:
+  """Pieces (blanks as blanks), scores and kinds of a model like ours."""
+  from sentencepiece import sentencepiece_model_pb2
+
+  model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.definition)
+  trainer, normalizer = model.trainer_spec, model.normalizer_spec
+  pieces = [
+    piece.piece.replace("▁", " ") if piece.type == NORMAL else piece.piece
+    for piece in model.pieces
+  ]
+  kinds = [piece.type for piece in model.pieces]
+  other = {
+    "another model than BPE": trainer.model_type != trainer.BPE,
+    "normalization": normalizer.precompiled_charsmap != b"",
+    "a blank before each text": normalizer.add_dummy_prefix,
+    "blanks taken away": normalizer.remove_extra_whitespaces,
+    "blanks as suffixes": trainer.treat_whitespace_as_suffix,
+    "blanks without U+2581": not normalizer.escape_whitespaces,
+    "unused pieces": UNUSED in kinds,
+    # They are cut out before all merging.
+    "user-defined words": any(
+      kind == USER and len(piece) > 1
+      for piece, kind in zip(pieces, kinds, strict=True)
+    ),
+  }
+  if found := [name for name, holds in other.items() if holds]:
+    raise UserError(
+      f"tokenizer=sentencepiece has {found[0]}, which cannot be exported with "
+      "equal ids; train with a tokenizer that taperjax makes"
+    )
+  return pieces, [piece.score for piece in model.pieces], kinds
