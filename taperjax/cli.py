@@ -1,4 +1,4 @@
-"""The command line: `taperjax eval | fold | generate | info`.
+"""The command line: `taperjax eval | fold | generate | info | import`.
 
 Every command takes --json and then prints one JSON object on standard output;
 all else goes to standard error. A mistake of the user is one line and exit
@@ -259,6 +259,28 @@ def _parser() -> argparse.ArgumentParser:
     "Shape of a model or of a config file.",
     where + ", or a config FILE.py[:ARGUMENT]",
   )
+
+  text = "Import a model of another program."
+  sub = commands.add_parser("import", help=text, description=text)
+  sub.set_defaults(run=_import)
+  sub.add_argument(
+    "source",
+    help="Hugging Face folder with safetensors, GGUF file, or llama2.c .bin",
+  )
+  sub.add_argument("workdir", help="new folder, for all other commands")
+  sub.add_argument("--tokenizer", metavar="FILE", help="default: beside SOURCE")
+  sub.add_argument(
+    "--context-len", type=int, metavar="N", help="shorten the context"
+  )
+  sub.add_argument(
+    "--gain-offset",
+    type=float,
+    default=0.0,
+    metavar="X",
+    help="added to every norm's gain; 1 for files that store them as (1 + w)",
+  )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
   return parser
 
 
@@ -347,6 +369,11 @@ def _stream_of(path: str, tokenizer) -> Any:
 
 
 def _need_tokenizer(model):
+  if model.tokenizer is None and "source" in model.meta:
+    raise UserError(
+      f"{model.folder} was imported without a tokenizer; import it again with "
+      "--tokenizer FILE"
+    )
   if model.tokenizer is None:
     raise UserError(
       f"{model.folder} has no tokenizer beside it; keep tokenizer/ with the "
@@ -400,7 +427,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
   model = api.load(args.model, args.step)
   tokenizer = _need_tokenizer(model)
   prompts = args.prompt or [""]
-  ids = api.encode_prompts(model, prompts)
+  ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
   options = {
     "max_new": args.max_new,
     "gate": args.gate,
@@ -412,7 +439,11 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
     return _stream(model, prompts[0], ids[0], options)
   rows = api.generate_ids(model, ids, **options)
   found = [
-    {"prompt": prompt, "text": tokenizer.decode(row), "tokens": row}
+    {
+      "prompt": prompt,
+      "text": tokenizer.decode(row, continues=bool(prompt)),
+      "tokens": row,
+    }
     for prompt, row in zip(prompts, rows, strict=True)
   ]
   if not args.json:
@@ -430,11 +461,11 @@ def _stream(model, prompt, ids, options) -> dict[str, Any]:
   for block in blocks:
     row += block
     # A character may span tokens: decode the whole, print what is new.
-    text = model.tokenizer.decode(row)
+    text = model.tokenizer.decode(row, continues=bool(prompt))
     if not text.endswith("\ufffd"):
       print(text[len(shown):], end="", flush=True)
       shown = text
-  text = model.tokenizer.decode(row)
+  text = model.tokenizer.decode(row, continues=bool(prompt))
   print(text[len(shown):])
   return {"prompt": prompt, "text": text, "tokens": row}
 
@@ -489,10 +520,15 @@ def _model_info(path: str, step: int | None) -> dict[str, Any]:
   from taperjax import api, config as config_lib, saved
 
   model = api.load(path, step)
+  origin = {}
+  if "source" in model.meta:
+    origin["source"] = model.meta["source"]
+  if "config" in model.meta:  # an import has none: nothing was trained
+    config = model.meta["config"]
+    origin |= {"config": config, "variant": config["variant"]}
   return {
-    "config": model.meta["config"],
+    **origin,
     "model": config_lib.to_dict(model.config),
-    "variant": model.meta["config"]["variant"],
     "step": model.step,
     "gate": model.gate,
     **_shapes(model.params),
@@ -501,6 +537,47 @@ def _model_info(path: str, step: int | None) -> dict[str, Any]:
     "commit": model.meta["commit"],
     "versions": model.meta["versions"],
   }
+
+
+def _import(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import interop, saved, workdir as workdir_lib
+
+  workdir_lib.check_unused(pathlib.Path(args.workdir))  # before a long read
+  model = interop.read(
+    args.source,
+    gain_offset=args.gain_offset,
+    context_len=args.context_len,
+    tokenizer=args.tokenizer,
+  )
+  config, tokenizer, notes = model.config, model.tokenizer, []
+  if tokenizer is None:
+    notes.append(
+      "no tokenizer was found, so texts cannot be read; import again with "
+      "--tokenizer FILE"
+    )
+  elif tokenizer.vocab_size < config.vocab_size:
+    notes.append(
+      f"the tokenizer has {tokenizer.vocab_size:,} ids, the embedding "
+      f"{config.vocab_size:,} rows: the last ones stand for no text"
+    )
+  workdir = workdir_lib.open_workdir(args.workdir, "import")
+  with workdir_lib.lock(workdir):
+    workdir_lib.clean(workdir, results=False)
+    report = saved.write_imported(workdir, model, notes)
+  if not args.json:
+    print(
+      f"imported {report['format']} ({report['dtype']}), {report['params']:,} "
+      f"parameters, into {workdir}"
+    )
+    print(
+      f"{config.num_layers} layers, width {config.embed_dim:,}, "
+      f"{config.num_heads} heads on {config.num_kv_heads} of keys, vocabulary "
+      f"{config.vocab_size:,}, context {config.context_len:,}, eps "
+      f"{config.norm_eps:g}"
+    )
+    for note in report["notes"]:
+      print(f"note: {note}")
+  return {"workdir": str(workdir), **report}
 
 
 def _shapes(params) -> dict[str, Any]:

@@ -19,10 +19,14 @@ from taperjax import (
   config as config_lib,
   folding,
   model as model_lib,
+  workdir as workdir_lib,
 )
 from taperjax.data import tokenizer as tokenizer_lib, tokens
 from taperjax.errors import UserError
-from taperjax.summary import say, strict, write_json
+from taperjax.summary import commit, say, strict, versions, write_json
+
+# One of these files lies in every workdir: of a run, or of an import.
+_RUN_FILES = ("config.json", "import.json")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -125,7 +129,7 @@ def _find(
   for folder in (path / "checkpoints", path):
     if holds_steps(folder):
       return folder, step
-  if path.name.isdecimal() and not (path / "config.json").exists():
+  if path.name.isdecimal() and not _is_workdir(path):
     if step not in (None, int(path.name)):
       raise UserError(f"{path} is one step, not step {step}; give one of them")
     return path.parent, int(path.name)
@@ -134,10 +138,14 @@ def _find(
   )
 
 
+def _is_workdir(folder: pathlib.Path) -> bool:
+  return any((folder / name).is_file() for name in _RUN_FILES)
+
+
 def workdir_of(folder: pathlib.Path) -> pathlib.Path | None:
-  """The run that a checkpoint folder belongs to, if there is one."""
+  """The run or import that a checkpoint folder belongs to, if there is one."""
   for parent in (folder, *folder.parents[:2]):
-    if (parent / "config.json").is_file():
+    if _is_workdir(parent):
       return parent
   return None
 
@@ -152,7 +160,9 @@ def _tokenizer(
       found = tokenizer_lib.load_tokenizer(path)
       told = meta.get("data_hashes", {}).get("tokenizer", found.fingerprint)
       size = meta["model"]["vocab_size"]
-      if found.fingerprint != told or found.vocab_size != size:
+      # Imported embeddings may have more rows than there are tokens.
+      small = found.vocab_size < size and "source" not in meta
+      if found.fingerprint != told or found.vocab_size > size or small:
         raise UserError(
           f"tokenizer {path} with vocabulary {found.vocab_size:,} is not the "
           f"one that the model in {folder} was trained with (vocabulary "
@@ -180,6 +190,11 @@ def valid_tokens(model: Model) -> np.ndarray:
     UserError: the checkpoint lies in no workdir, or the token file is missing
       or another one.
   """
+  if "source" in model.meta and "valid_tokens" not in model.meta:
+    raise UserError(
+      f"{model.folder} is an imported model, which has no validation text; "
+      "give --data FILE"
+    )
   workdir = None if model.folder is None else workdir_of(model.folder)
   if workdir is None:
     raise UserError(
@@ -262,6 +277,74 @@ def write_folded(
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
   return report, model.replace(params=params, config=config, folder=folder)
+
+
+def write_imported(
+  workdir: pathlib.Path, model: Model, notes: Iterable[str] = ()
+) -> dict[str, Any]:
+  """Writes checkpoints/0, tokenizer/ and import.json, whole or not at all.
+
+  Args:
+    workdir: from `workdir.open_workdir`, locked, without a run in it.
+    model: as a reader in `interop` gives it, with meta["source"].
+    notes: for import.json, beside those of the reader.
+
+  Returns:
+    What import.json holds.
+
+  Raises:
+    UserError: the folder is in use, or cannot be written.
+  """
+  workdir_lib.check_unused(workdir)
+  source = model.meta["source"]
+  shapes = {
+    "/".join(part.key for part in path): list(leaf.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
+  }
+  report = {
+    **source,
+    "model": config_lib.to_dict(model.config),
+    "params": model_lib.count_params(model.params)[0],
+    "shapes": shapes,
+    "notes": [*source.get("notes", ()), *notes],
+  }
+  tokenizer = model.tokenizer
+  hashes = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
+  meta = {
+    "model": report["model"],
+    "step": 0,
+    "gate": 1.0,
+    "scale_target": 0.0,
+    "seed": 0,
+    "source": source,
+    "data_hashes": hashes,
+    "commit": commit(),
+    "versions": versions(),
+  }
+  tree = {"params": model.params, "taper": {"c": np.asarray(model.c)}}
+  part = workdir / f"import.part-{os.getpid()}"
+  try:
+    part.mkdir()
+    folder = part / "checkpoints"
+    with contextlib.closing(checkpoint.Checkpoints(folder, log=say)) as saved:
+      saved.save(0, tree, meta)
+      saved.wait()
+    if tokenizer is not None:
+      tokenizer.save(part / "tokenizer")
+    write_json(part / "import.json", report)
+    # Of an import that was killed here; the checkpoints come last.
+    shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
+    for name in ("tokenizer", "import.json", "checkpoints"):
+      if (part / name).exists():
+        (part / name).rename(workdir / name)
+  except OSError as error:
+    raise UserError(
+      f"the imported model cannot be written to {workdir} ({error.strerror}); "
+      "make room, or choose a writable folder"
+    ) from error
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
+  return report
 
 
 def _folded_folder(folder: pathlib.Path) -> pathlib.Path:

@@ -24,6 +24,7 @@ MARK = ".taperjax"
 # are checked before they are used again.
 RESULTS = (
   "config.json",
+  "import.json",
   "tokenizer",
   "checkpoints",
   "folded",
@@ -102,6 +103,18 @@ def clean(workdir: pathlib.Path, results: bool) -> None:
       f"workdir={workdir}: {target.name} cannot be removed ({error.strerror}); "
       "choose a writable folder"
     ) from error
+
+
+def check_unused(workdir: pathlib.Path) -> None:
+  """Raises where the results of a run or of an import lie already."""
+  # The checkpoints come last: an import without them was killed.
+  leftover = {"import.json", "tokenizer"}
+  for name in RESULTS:
+    if name not in leftover and (workdir / name).exists():
+      raise UserError(
+        f"workdir={workdir} holds {name!r} already; choose an empty or a new "
+        "folder"
+      )
 
 
 def check_there(workdir: pathlib.Path) -> None:
