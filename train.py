@@ -61,10 +61,10 @@ def main(argv: list[str]) -> None:
   sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   logging.set_verbosity(logging.ERROR)  # orbax tells every rename
   with report_errors("train.py", _DEBUG.value):
-    from taperjax import config, loop
+    from taperjax import loop, saved
 
     loop.train(
-      config.parse(_CONFIG.value),
+      saved.read_config(_CONFIG.value),
       _WORKDIR.value,
       overwrite=_OVERWRITE.value,
       stop_after=_STOP_AFTER.value,

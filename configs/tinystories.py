@@ -91,6 +91,12 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
 
   c.checkpoint = k = config_dict.ConfigDict()
   k.every = config_dict.placeholder(int)  # as eval.every
+  c.init = config_dict.ConfigDict()
+  c.init.checkpoint = config_dict.placeholder(str)  # see configs/llama.py
+  c.lora = config_dict.ConfigDict()
+  c.lora.rank = 0  # off
+  c.lora.alpha = 16.0  # adapters are scaled by alpha / rank
+  c.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")
   # A final taper folds into the head, which is untied from the embedding.
   c.fold = config_dict.ConfigDict({"untie": True})
   return c

@@ -498,9 +498,9 @@ def _lines(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple]:
 
 def _config_info(argument: str) -> dict[str, Any]:
   """Of a config file, without data, training or files."""
-  from taperjax import config as config_lib, state
+  from taperjax import config as config_lib, saved, state
 
-  config = config_lib.parse(load_config(argument))
+  config = saved.read_config(load_config(argument))
   if not config.model.vocab_size:
     from taperjax.data import tokenizer
 

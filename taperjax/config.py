@@ -28,6 +28,7 @@ VARIANTS = {
   "all": (True, True, False),
   "all_aux": (True, True, True),
 }
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 BIASES = ("q", "k", "v", "o", "gate", "up", "down", "head")
 MIN_VOCAB = 300  # SentencePiece: 256 pieces for bytes, and some for text
 
@@ -56,6 +57,7 @@ _POSITIVE = {
   "eval.sample_tokens": 100,
   "eval.max_windows": 128,
   "checkpoint.every": 1_000,
+  "lora.alpha": 16.0,
 }
 # The same for fields with other rules.
 _EXAMPLES = _POSITIVE | {
@@ -124,6 +126,18 @@ class ModelConfig:
 
   def replace(self, **changes) -> ModelConfig:
     return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+  checkpoint: str | None  # workdir or checkpoint to start from; None: random
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  rank: int  # 0: off, every parameter trains
+  alpha: float  # adapters are scaled by alpha / rank
+  targets: tuple[str, ...]  # projections with adapters, names from LORA_TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +210,8 @@ class Config:
   eval: EvalConfig
   checkpoint: CheckpointConfig
   fold: FoldConfig
+  init: InitConfig = InitConfig(None)  # defaults: runs saved before these were
+  lora: LoraConfig = LoraConfig(0, 1.0, ())
 
   @property
   def tapers(self) -> bool:
@@ -218,7 +234,12 @@ class Config:
     return round(self.optimizer.warmup * self.steps)
 
   def with_vocab(self, vocab_size: int) -> Config:
-    """The same run once the tokenizer is known."""
+    """The same run once the tokenizer is known.
+
+    A model that comes from a checkpoint keeps its own, maybe padded, size.
+    """
+    if self.init.checkpoint is not None:
+      return self
     model = self.model.replace(vocab_size=vocab_size)
     return dataclasses.replace(self, model=model)
 
@@ -254,8 +275,15 @@ _SET_BY_PARSE = {
 }
 
 
-def parse(fields: Mapping[str, Any]) -> Config:
+def parse(
+  fields: Mapping[str, Any], initial: ModelConfig | None = None
+) -> Config:
   """Checks a ConfigDict or nested dict, resolves what is None, builds Config.
+
+  Args:
+    fields: as a config file gives them.
+    initial: the model in init.checkpoint, which then decides every field of
+      `model`; `saved.read_config` opens it.
 
   Raises:
     UserError: one line naming the field, its value, the rule and the remedy.
@@ -275,6 +303,8 @@ def parse(fields: Mapping[str, Any]) -> Config:
           "`model`; remove it here"
         )
     _check_names(fields[group], known, group + ".")
+  if initial is not None:
+    fields = _from_initial(fields, initial)
   model = dict(fields["model"])
   variant = _choice("variant", fields["variant"], tuple(VARIANTS))
   internal, final, _ = VARIANTS[variant]
@@ -286,8 +316,14 @@ def parse(fields: Mapping[str, Any]) -> Config:
     "compute_dtype", fields["compute_dtype"], ("float32", "bfloat16")
   )
   data = dict(fields["data"])
-  model["vocab_size"] = _vocab_size(data)
-  _derive_model(model)
+  if initial is None:
+    model["vocab_size"] = _vocab_size(data)
+    _derive_model(model)
+  else:
+    model["vocab_size"] = initial.vocab_size
+    model["rope_scaling"] = to_dict(initial)["rope_scaling"]
+    # The table of learned positions keeps its length in shorter windows.
+    model["context_len"] = initial.context_len
   taper = dict(fields["taper"])
   if taper["ema_rate"] is None:
     # [U]: the paper has 0.01 for long warm-ups, 0.1 for those of 10-50 steps.
@@ -304,6 +340,46 @@ def parse(fields: Mapping[str, Any]) -> Config:
   return config
 
 
+def _from_initial(fields: dict, initial: ModelConfig) -> dict:
+  """Fills what is None from the model that the run starts from.
+
+  Raises:
+    UserError: a field differs from that model, or it has no norm to taper.
+  """
+  path = fields["init"]["checkpoint"]
+  for name in ("internal_norm", "final_norm"):
+    if (mode := getattr(initial, name)) != "norm":
+      raise UserError(
+        f"init.checkpoint={path} has {name}={mode}: a run starts from a model "
+        "with all its norms; give a baseline or an imported model"
+      )
+  fields = {**fields, "model": dict(fields["model"])}
+  groups = [("", "norm", fields), ("", "context_len", fields)]
+  groups += [("model.", name, fields["model"]) for name in fields["model"]]
+  for prefix, name, group in groups:
+    value, theirs = group[name], getattr(initial, name)
+    if value is None:
+      group[name] = theirs
+      continue
+    if isinstance(value, list):
+      value = tuple(value)
+    shorter = name == "context_len" and isinstance(value, int) and (
+      value < theirs
+    )
+    if value != theirs and not shorter:
+      rule = "at most that" if name == "context_len" else "as it is"
+      raise UserError(
+        f"{prefix}{name}={value!r} differs from the model in init.checkpoint="
+        f"{path}, which has {theirs!r}: it must be {rule}; leave it None"
+      )
+  if fields["data"]["tokenizer"] != "init":
+    raise UserError(
+      f"data.tokenizer={fields['data']['tokenizer']!r} with init.checkpoint="
+      f"{path}: the model reads the ids of its own tokenizer; set it to 'init'"
+    )
+  return fields
+
+
 def _plain(fields):
   if hasattr(fields, "to_dict"):
     return fields.to_dict()
@@ -316,6 +392,11 @@ def _vocab_size(data) -> int:
   """Vocabulary size as far as the config knows it; 0: the tokenizer says."""
   kind = _typed(data["tokenizer"], str, "data.tokenizer")
   size = _typed(data["vocab_size"], int | None, "data.vocab_size")
+  if kind == "init":
+    raise UserError(
+      "data.tokenizer=init is that of init.checkpoint, which is None; set it, "
+      "or use sentencepiece, bytes or a path"
+    )
   if kind == "sentencepiece":
     if size is None:
       raise UserError(
@@ -573,6 +654,7 @@ def _check(config: Config) -> None:
         f"seeds={config.seeds} must lie between 0 and 2^31 - 1, for example "
         "(0,)"
       )
+  _check_lora(config)
   if not config.tapers:
     return
   if taper.end <= taper.start:
@@ -600,6 +682,32 @@ def _check(config: Config) -> None:
       "the final norm folds into the head, which must then be untied from the "
       "embedding; set fold.untie=True"
     )
+
+
+def _check_lora(config: Config) -> None:
+  lora, model = config.lora, config.model
+  if lora.rank < 0:
+    raise UserError(f"lora.rank={lora.rank} must be 0 (off) or more, such as 8")
+  if not lora.rank:
+    return
+  if config.init.checkpoint is None:
+    raise UserError(
+      f"lora.rank={lora.rank} needs trained weights to adapt; set "
+      "init.checkpoint, or lora.rank=0"
+    )
+  _check_positive("lora.alpha", lora.alpha)
+  if not lora.targets:
+    raise UserError(
+      f"lora.targets=() with lora.rank={lora.rank} adapts nothing; name some "
+      f"of {', '.join(LORA_TARGETS)}"
+    )
+  for name in lora.targets:
+    _choice("lora.targets", name, LORA_TARGETS)
+    if name == "gate" and model.mlp != "swiglu":
+      raise UserError(
+        f"lora.targets names 'gate' with model.mlp={model.mlp}, which has no "
+        "gate projection; remove it"
+      )
 
 
 def _check_data(data: DataConfig) -> None:

@@ -34,6 +34,7 @@ from taperjax import (
   decode,
   evaluation,
   gate as gate_lib,
+  lora,
   metrics as metrics_lib,
   model,
   saved,
@@ -117,10 +118,13 @@ class Run:
       vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]
       _check_same_config(config.with_vocab(vocab_size), meta["config"])
     data = config.data
+    tokenizer = data.tokenizer
+    if tokenizer == "init":
+      tokenizer = str(saved.tokenizer_folder(config.init.checkpoint))
     self.data = data_lib.load_data(
       train=data.train,
       valid=data.valid,
-      tokenizer=data.tokenizer,
+      tokenizer=tokenizer,
       vocab_size=data.vocab_size,
       folder=data.folder or workdir / "data",
       seed=0,  # the text is the same for every seed of the model
@@ -256,7 +260,9 @@ class Run:
   def _describe(self) -> None:
     """Prints the resolved values that the config leaves to be derived."""
     config, data = self.config, self.data
-    total, taper = model.count_params(state_lib.abstract(config).params)
+    params = dict(state_lib.abstract(config).params)
+    adapters = model.count_params(params.pop(lora.BRANCH, {}))[0]
+    total, taper = model.count_params(params)
     lines = [
       f"workdir {self.workdir}",
       f"{config.size} {config.variant}, norm {config.norm}, seed {self.seed}: "
@@ -267,6 +273,11 @@ class Run:
       f"{config.batch_size} x {config.context_len} tokens, warm-up "
       f"{config.warmup_steps}",
     ]
+    if adapters:
+      lines.append(
+        f"{adapters:,} parameters in adapters of rank {config.lora.rank} and "
+        "the taper gains train; all others are frozen"
+      )
     if config.tapers:
       steps = config.taper_steps
       aux = config.taper.scale_loss_weight if config.uses_scale_loss else "off"
@@ -288,8 +299,12 @@ class Run:
     """The newest intact state, or a fresh one."""
     found = self.checkpoints.restore_latest(state_lib.abstract(self.config))
     if found is None:
+      initial = None
+      if (path := self.config.init.checkpoint) is not None:
+        say(f"starting from {path}")
+        initial = saved.load(path).params
       return jax.jit(state_lib.create, static_argnums=(0, 1))(
-        self.config, self.seed
+        self.config, self.seed, initial
       )
     step, state, meta = found
     _check_same_config(self.config, meta["config"])
@@ -378,6 +393,12 @@ class Run:
       max_windows=config.eval.max_windows,
     )
 
+  def _plain(self, state: state_lib.TrainState) -> dict:
+    """Parameters of the model itself, adapters merged."""
+    if not self.config.lora.rank:
+      return state.params
+    return jax.jit(lora.merge, static_argnums=1)(state.params, self.config.lora)
+
   def _loss(self, params, c, gate, eval_step=None) -> dict[str, Any]:
     return evaluation.evaluate(
       eval_step or self.eval_step,
@@ -398,9 +419,8 @@ class Run:
     steps = self.config.taper_steps
     calibrated = tapers and k >= steps.start
     fixed = gate in (0.0, 1.0)
-    now = self._loss(
-      state.params, state.taper.c, gate if fixed else state.gate
-    )
+    params = self._plain(state)
+    now = self._loss(params, state.taper.c, gate if fixed else state.gate)
     values = {"valid_loss": now["loss"], "gate": gate}
     if not tapers:
       values["valid_loss_g0"] = now["loss"]
@@ -409,14 +429,14 @@ class Run:
     elif gate == 0.0:
       values["valid_loss_g0"] = now["loss"]
     else:
-      at_zero = self._loss(state.params, state.taper.c, 0.0)
+      at_zero = self._loss(params, state.taper.c, 0.0)
       values["valid_loss_g0"] = at_zero["loss"]
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
     self._check_finite(k, values)
     at = 0.0 if calibrated else 1.0  # the paper evaluates at gate 0
     values["sample"] = self._sample(
-      state.params, self.config.model, at, state.taper.c
+      params, self.config.model, at, state.taper.c
     )
     self.metrics.write(k, values, "eval")
     text = f"step {k}: validation loss {now['loss']:.4f}"
@@ -508,10 +528,11 @@ class Run:
     tapers = config.tapers
     final_gate = float(state.gate)
     workdir_lib.check_there(self.workdir)
+    params = self._plain(state)
     valid = self.final_valid
     if valid is None:  # resumed after the last step: its record is there
-      valid = self._loss(state.params, state.taper.c, final_gate)
-    total, taper_gains = model.count_params(state.params)
+      valid = self._loss(params, state.taper.c, final_gate)
+    total, taper_gains = model.count_params(params)
     summary = {
       "variant": config.variant,
       "norm": config.norm,
@@ -536,14 +557,14 @@ class Run:
     }
     if tapers and final_gate > 0.0:
       raise AssertionError("the last step of a tapered run has gate 0")
-    last = (state.params, config.model, final_gate, state.taper.c)
+    last = (params, config.model, final_gate, state.taper.c)
     forms = {"unfolded": last}
     if tapers:
       say("folding, and comparing with the unfolded model")
       report, folded = saved.write_folded(
         self.workdir / "folded",
         saved.Model(
-          params=jax.device_get(state.params),
+          params=jax.device_get(params),
           config=config.model,
           c=jax.device_get(state.taper.c),
           gate=final_gate,

@@ -283,6 +283,22 @@ def init_params(config: ModelConfig, key: jax.Array) -> dict:
   return Transformer(config).init(key, tokens_BL)["params"]
 
 
+def add_tapers(params: dict, config: ModelConfig) -> dict:
+  """Parameters of a model with plain norms, with gamma~ where they taper."""
+  def tapered(norm):
+    return {**norm, "taper_scale": jnp.copy(norm["scale"])}
+
+  params = dict(params)
+  if config.internal_norm == "taper":
+    for n in range(config.num_layers):
+      block = params[f"block_{n}"]
+      norms = {name: tapered(block[name]) for name in ("attn_norm", "mlp_norm")}
+      params[f"block_{n}"] = {**block, **norms}
+  if config.final_norm == "taper":
+    params["final_norm"] = tapered(params["final_norm"])
+  return params
+
+
 def init_cache(config: ModelConfig, batch_size: int, length: int) -> Cache:
   """Empty keys and values for every layer, in the compute dtype."""
   shape = (batch_size, length, config.num_kv_heads, config.head_dim)

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from taperjax import (
   checkpoint,
   config as config_lib,
   folding,
+  lora,
   model as model_lib,
   workdir as workdir_lib,
 )
@@ -100,8 +101,12 @@ def load(
       )
   folder = folder.resolve()  # its parents hold what belongs to it
   step, tree, meta = checkpoint.load_arrays(folder, step)
+  params = tree["params"]
+  if lora.BRANCH in params:
+    config = config_lib.config_from_dict(meta["config"])
+    params = lora.merge(params, config.lora)
   return Model(
-    params=tree["params"],
+    params=params,
     config=config_lib.model_from_dict(meta["model"]),
     c=tree["taper"]["c"],
     gate=meta["gate"],
@@ -110,6 +115,26 @@ def load(
     meta=meta,
     folder=folder,
   )
+
+
+def read_config(fields: Mapping[str, Any]) -> config_lib.Config:
+  """`config.parse`, with the model that init.checkpoint names.
+
+  Raises:
+    UserError: as `config.parse` and `load`.
+  """
+  initial = None
+  group = fields.get("init")
+  path = group.get("checkpoint") if isinstance(group, Mapping) else None
+  path = getattr(group, "checkpoint", path)  # a ConfigDict is no Mapping
+  if isinstance(path, str):
+    folder, step = _find(pathlib.Path(path), None)
+    checkpoints = checkpoint.Checkpoints(folder, read_only=True)
+    if step is None:
+      step = checkpoints.latest_step()
+    meta = checkpoints.meta(step)
+    initial = config_lib.model_from_dict(meta["model"])
+  return config_lib.parse(fields, initial)
 
 
 def _find(
@@ -148,6 +173,21 @@ def workdir_of(folder: pathlib.Path) -> pathlib.Path | None:
     if _is_workdir(parent):
       return parent
   return None
+
+
+def tokenizer_folder(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Where the tokenizer of a checkpoint is saved.
+
+  Raises:
+    UserError: it has none.
+  """
+  folder = _find(pathlib.Path(path), None)[0].resolve()
+  for parent in (folder, folder.parent):
+    if (parent / "tokenizer").is_dir():
+      return parent / "tokenizer"
+  raise UserError(
+    f"{path} has no tokenizer beside it; keep tokenizer/ with the checkpoints"
+  )
 
 
 def _tokenizer(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from taperjax import calibration, gate, model, optimizer
+from taperjax import calibration, gate, lora, model, optimizer
 from taperjax.config import Config
 
 
@@ -17,7 +17,7 @@ class TrainState:
 
   Attributes:
     step: optimizer steps done, int32.
-    params: float32 parameters.
+    params: float32 parameters; with adapters a branch more, see `lora`.
     opt_state: optax state.
     gate: gate of the last step, float32; 1 before the first.
     taper: statistics, c and s_tgt; see `calibration.TaperState`.
@@ -48,14 +48,28 @@ def make_schedule(config: Config) -> optax.Schedule:
   )
 
 
-def create(config: Config, seed: int) -> TrainState:
-  """A fresh state; jit it (`jax.jit(create, static_argnums=0)`)."""
+def create(
+  config: Config, seed: int, initial: dict | None = None
+) -> TrainState:
+  """A fresh state; jit it (`jax.jit(create, static_argnums=(0, 1))`).
+
+  Args:
+    config: of the run. seed: root of all randomness.
+    initial: parameters of a model without tapers to start from; those of
+      `config.model` are drawn when it is left out.
+  """
   key = jax.random.key(seed)
-  params = model.init_params(config.model, jax.random.fold_in(key, 0))
+  if initial is None:
+    params = model.init_params(config.model, jax.random.fold_in(key, 0))
+  else:
+    params = model.add_tapers(initial, config.model)
+  if config.lora.rank:
+    adapters = lora.init(params, config.lora, jax.random.fold_in(key, 1))
+    params = {**params, lora.BRANCH: adapters}
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     params=params,
-    opt_state=make_tx(config).init(params),
+    opt_state=make_tx(config).init(lora.split(params)[0]),
     gate=jnp.ones((), jnp.float32),
     taper=calibration.init(2 * config.model.num_layers + 1),
     key=key,

@@ -14,6 +14,7 @@ import optax
 from taperjax import (
   calibration,
   gate as gate_lib,
+  lora,
   losses,
   model,
   state as state_lib,
@@ -84,7 +85,10 @@ def make_train_step(
       gate = 1.0 if phase == gate_lib.NORM else 0.0
     tokens = jnp.maximum(jnp.sum(mask_BL.astype(jnp.float32)), 1.0)
 
-    def loss_fn(params, tokens_BL1, mask_BL):
+    trained, frozen = lora.split(state.params)
+
+    def loss_fn(trained, tokens_BL1, mask_BL):
+      params = lora.merge(lora.join(trained, frozen), config.lora)
       nll, logit_norm, aux = _sums(
         params, config.model, gate, state.taper.c, tokens_BL1, mask_BL, collect
       )
@@ -106,23 +110,23 @@ def make_train_step(
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if config.micro_batches == 1:
-      grads, means = grad_fn(state.params, tokens_BL1, mask_BL)
+      grads, means = grad_fn(trained, tokens_BL1, mask_BL)
     else:
       split = lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:])
 
       def add(total, part):
-        part = grad_fn(state.params, *part)
+        part = grad_fn(trained, *part)
         return jax.tree.map(jnp.add, total, part), None
 
       parts = (split(tokens_BL1), split(mask_BL))
       zero = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(grad_fn, state.params, *(x[0] for x in parts)),
+        jax.eval_shape(grad_fn, trained, *(x[0] for x in parts)),
       )
       (grads, means), _ = jax.lax.scan(add, zero, parts)
 
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    params = lora.join(optax.apply_updates(trained, updates), frozen)
     sums_S2 = means.pop("sums_S2")
     taper = state.taper
     if collect:
@@ -172,6 +176,7 @@ def grad_norms(grads: dict) -> dict[str, jax.Array]:
   return {
     name: jnp.mean(jnp.stack([jnp.mean(norm) for norm in norms]))
     for name, norms in found.items()
+    if norms  # adapters leave no gradient of the matrices themselves
   }
 
 

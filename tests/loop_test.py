@@ -429,3 +429,79 @@ def test_run_leaves_the_settings_of_jax_as_they_were(root):
   """A second run in one process must not write to the first one's folder."""
   runs.tapered(root)
   assert jax.config.jax_compilation_cache_dir != str(root / "cache")
+
+
+def test_a_run_starts_from_a_finished_one_with_its_weights_and_shape(
+  root, tmp_path
+):
+  """Fine-tuning at rate 0 leaves the weights; the taper still folds away."""
+  base = runs.baseline(root)
+  changes = runs.started(base, optimizer__learning_rate=1e-30,
+                         optimizer__final_learning_rate=0.0)
+  summary = runs.train(root, tmp_path / "new", **changes)
+  old, new = saved.load(base), saved.load(tmp_path / "new")
+  assert new.config.num_layers == old.config.num_layers == 1
+  assert new.tokenizer.fingerprint == old.tokenizer.fingerprint
+  for path in (("embed", "embedding"), ("block_0", "mlp", "up", "kernel")):
+    a, b = old.params, new.params
+    for key in path:
+      a, b = a[key], b[key]
+    assert abs(a - b).max() < 1e-6, path
+  assert new.gate == 0.0
+  assert summary["valid_loss_folded"] is not None
+  assert (new.c > 0).all()
+
+
+def test_adapters_train_are_merged_and_resume_bit_for_bit(root, tmp_path):
+  """The stop lies in the taper; eval, generate and fold see a plain model."""
+  changes = runs.started(
+    runs.baseline(root),
+    lora__rank=2,
+    lora__targets=("q", "o", "down"),
+  )
+  runs.train(root, tmp_path / "whole", **changes)
+  runs.train(root, tmp_path / "parts", stop_after=runs.START + 1, **changes)
+  runs.train(root, tmp_path / "parts", **changes)
+  runs.assert_same_run(tmp_path / "parts", tmp_path / "whole")
+  loaded = saved.load(tmp_path / "whole")
+  assert "lora" not in loaded.params
+  base = saved.load(runs.baseline(root))
+  same = lambda *path: all(
+    (a == b).all()
+    for a, b in zip(*(
+      jax.tree.leaves(m.params["block_0"][path[0]][path[1]])
+      for m in (base, loaded)
+    ), strict=True)
+  )
+  assert same("attn", "k")
+  assert not same("attn", "q")
+  assert not same("mlp", "down")
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"model__num_layers": 3}, r"model.num_layers=3 differs .* which has 1"),
+    ({"context_len": 25}, r"context_len=25 differs .* at most that"),
+    ({"data__tokenizer": "bytes"}, "data.tokenizer='bytes' with init.check"),
+    ({"lora__rank": -1}, r"lora.rank=-1 must be 0"),
+    ({"lora__rank": 2, "lora__targets": ()}, r"lora.targets=\(\) with"),
+    ({"init__checkpoint": "nowhere"}, "nowhere does not exist"),
+  ],
+)
+def test_mistakes_about_the_start_of_a_run_are_one_line(root, changes, message):
+  base = runs.baseline(root)
+  with pytest.raises(UserError, match=message):
+    runs.config(**runs.started(base, **changes))
+
+
+def test_a_run_cannot_start_from_a_tapered_model(root):
+  with pytest.raises(UserError, match="internal_norm=taper: a run starts from"):
+    runs.config(**runs.started(runs.tapered(root)))
+
+
+def test_adapters_and_the_tokenizer_init_need_a_checkpoint():
+  with pytest.raises(UserError, match="lora.rank=2 needs trained weights"):
+    runs.config(lora__rank=2)
+  with pytest.raises(UserError, match="data.tokenizer=init is that of"):
+    runs.config(data__tokenizer="init")

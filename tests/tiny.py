@@ -125,6 +125,8 @@ def fields(**changes) -> dict:
     },
     "checkpoint": {"every": 5},
     "fold": {"untie": True},
+    "init": {"checkpoint": None},
+    "lora": {"rank": 0, "alpha": 16.0, "targets": ("q", "v")},
   }
   for name, value in changes.items():
     group = config
