@@ -157,7 +157,7 @@ def _scored(
   return _definition(
     vocab,
     _merges_of(pieces, scores, kinds),
-    added={i: True for i in special},
+    added=dict.fromkeys(special, True),
     byte_fallback=True,
     normalizer={"type": "Prepend", "prepend": " "} if prefix else None,
     decoder={"type": "Sequence", "decoders": decoders},
@@ -493,3 +493,186 @@ def _sentencepiece(
       "equal ids; train with a tokenizer that taperjax makes"
     )
   return pieces, [piece.score for piece in model.pieces], kinds
+
+
+def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+  """Metadata of GGUF with which llama.cpp gives the ids of `encode`.
+
+  Byte-level BPE is its "gpt2", all else its "llama" (SentencePiece), which
+  reads U+2581 in a text as a blank: texts with it have other ids there.
+
+  Args:
+    vocab_size: rows of the embedding; missing tokens are filled up.
+
+  Raises:
+    UserError: a tokenizer that llama.cpp has no equal of.
+  """
+  fields: dict[str, Any]
+  if isinstance(tokenizer, HFTokenizer) and tokenizer._is_byte_level:
+    fields = _byte_level_gguf(json.loads(tokenizer.definition))
+  elif isinstance(tokenizer, HFTokenizer):
+    fields = _merged_gguf(json.loads(tokenizer.definition))
+  else:
+    if isinstance(tokenizer, ByteTokenizer):
+      pieces, scores = [*_BYTES, _END], [0.0] * 257
+      kinds = [*[BYTE] * 256, CONTROL]
+    else:
+      pieces, scores, kinds = _sentencepiece(tokenizer)
+      kinds = [NORMAL if kind == USER else kind for kind in kinds]
+    fields = _scored_gguf(pieces, scores, kinds, prefix=False)
+  tokens, kinds = fields["tokens"], fields["token_type"]
+  for i in range(len(tokens), vocab_size):
+    tokens.append(f"[PAD{i}]")
+    kinds.append(UNUSED)
+    if "scores" in fields:
+      fields["scores"].append(0.0)
+  # Without its own, llama.cpp takes some other token for the beginning.
+  bos = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+  fields |= {
+    "bos_token_id": bos,
+    "eos_token_id": tokenizer.eos_id,
+    "add_bos_token": tokenizer.adds_bos,
+    "add_eos_token": False,
+  }
+  return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def _cannot(what: str) -> UserError:
+  return UserError(
+    f"tokenizer=huggingface has {what}, which GGUF cannot express here; export "
+    "to another format"
+  )
+
+
+def _byte_level_gguf(parts: dict) -> dict[str, Any]:
+  pre = _pre_steps(parts["pre_tokenizer"])
+  names = [name for name, steps in _PRE.items() if _steps(steps) == pre]
+  model = parts["model"]
+  if parts["normalizer"] is not None:
+    raise _cannot("a normalizer")
+  if model["type"] != "BPE" or not names:
+    raise _cannot(f"another way of cutting text than {', '.join(_PRE)}")
+  if model.get("ignore_merges", False) != (names[0] == "llama-bpe"):
+    raise _cannot("another ignore_merges than llama.cpp has")
+  tokens, kinds = _token_table(parts)
+  merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+  return {
+    "model": "gpt2",
+    "pre": names[0],
+    "tokens": tokens,
+    "token_type": kinds,
+    "merges": merges,
+  }
+
+
+def _steps(steps: Sequence[dict]) -> list[dict]:
+  """Steps of cutting text, with what does not matter for ids left out."""
+  defaults = {"use_regex": True, "invert": False, "add_prefix_space": True}
+  kept = {
+    "ByteLevel": ("type", "add_prefix_space", "use_regex"),
+    "Digits": ("type", "individual_digits"),
+    "Split": ("type", "pattern", "behavior", "invert"),
+  }
+  return [
+    {key: step.get(key, defaults.get(key)) for key in kept[step["type"]]}
+    if step["type"] in kept
+    else step
+    for step in steps
+  ]
+
+
+def _pre_steps(pre: dict | None) -> list[dict]:
+  if pre is None:
+    return []
+  return _steps(pre["pretokenizers"] if pre["type"] == "Sequence" else [pre])
+
+
+def _token_table(parts: dict) -> tuple[list[str], list[int]]:
+  """Tokens in the order of their ids, and their kinds; gaps are unused."""
+  names = _names(parts)
+  tokens = [names.get(i, f"[PAD{i}]") for i in range(max(names) + 1)]
+  fallback = parts["model"].get("byte_fallback", False)
+  kinds = [
+    UNUSED
+    if i not in names
+    else BYTE
+    if fallback and token in _BYTES
+    else NORMAL
+    for i, token in enumerate(tokens)
+  ]
+  for token in parts["added_tokens"]:
+    kinds[token["id"]] = CONTROL if token["special"] else USER
+  return tokens, kinds
+
+
+def _merged_gguf(parts: dict) -> dict[str, Any]:
+  """Of merges that SentencePiece's scores bring about."""
+  model = parts["model"]
+  blank, prefix = _blank(parts["normalizer"])
+  if model["type"] != "BPE" or not model.get("byte_fallback"):
+    raise _cannot("no BPE with byte fallback")
+  if parts["pre_tokenizer"] is not None:
+    raise _cannot(f"a pre-tokenizer, {parts['pre_tokenizer']['type']}")
+  tokens, kinds = _token_table(parts)
+  if USER in kinds:
+    raise _cannot(f"the added word {tokens[kinds.index(USER)]!r}")
+  merges = [
+    tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]
+  ]
+  rank = {}
+  for left, right in merges:
+    rank.setdefault(left + right, len(rank))
+  scores = [-float(rank.get(token, len(rank))) for token in tokens]
+  # Equal scores: which of the cuts of one piece is first does not matter.
+  by_piece = sorted(merges, key=lambda m: (rank[m[0] + m[1]], len(m[0])))
+  contiguous = sorted(merges, key=lambda m: rank[m[0] + m[1]]) == merges
+  if not contiguous or by_piece != _merges_of(tokens, scores, kinds):
+    raise _cannot("merges that no scores of pieces bring about")
+  pieces = [
+    token.replace(blank, " ") if kind == NORMAL else token
+    for token, kind in zip(tokens, kinds, strict=True)
+  ]
+  return _scored_gguf(pieces, scores, kinds, prefix=prefix)
+
+
+def _blank(normalizer: dict | None) -> tuple[str, bool]:
+  """The blank in the pieces, and whether one is put before a text."""
+  if normalizer is None:
+    return " ", False
+  if normalizer == {"type": "Prepend", "prepend": " "}:
+    return " ", True
+  steps = normalizer.get("normalizers", [normalizer])
+  replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+  prepend = {"type": "Prepend", "prepend": "▁"}
+  if steps in ([replace], [prepend, replace]):
+    return "▁", len(steps) == 2
+  raise _cannot(f"a normalizer, {normalizer['type']}")
+
+
+def _scored_gguf(
+  pieces: Sequence[str],
+  scores: Sequence[float],
+  kinds: Sequence[int],
+  *,
+  prefix: bool,
+) -> dict[str, Any]:
+  tokens = [
+    piece.replace(" ", "▁") if kind == NORMAL else piece
+    for piece, kind in zip(pieces, kinds, strict=True)
+  ]
+  if len(set(tokens)) < len(tokens):
+    raise _cannot("pieces with U+2581 beside those with blanks")
+  kinds = [*kinds]
+  if "<unk>" in tokens and kinds[tokens.index("<unk>")] == CONTROL:
+    kinds[tokens.index("<unk>")] = UNKNOWN
+  fields = {
+    "model": "llama",
+    "pre": "default",
+    "tokens": tokens,
+    "scores": [float(score) for score in scores],
+    "token_type": kinds,
+    "add_space_prefix": prefix,
+  }
+  if UNKNOWN in kinds:
+    fields["unknown_token_id"] = kinds.index(UNKNOWN)
+  return fields
