@@ -429,8 +429,9 @@ class Run:
     elif gate == 0.0:
       values["valid_loss_g0"] = now["loss"]
     else:
-      at_zero = self._loss(params, state.taper.c, 0.0)
-      values["valid_loss_g0"] = at_zero["loss"]
+      # Far from gate 0 a model need not hold there: training goes on.
+      at_zero = self._loss(params, state.taper.c, 0.0)["loss"]
+      values["valid_loss_g0"] = at_zero if math.isfinite(at_zero) else None
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
     self._check_finite(k, values)
@@ -443,7 +444,9 @@ class Run:
     if tapers:
       text += f" at gate {gate:.3g}"
     if calibrated and gate > 0.0:
-      text += f", {values['valid_loss_g0']:.4f} at gate 0"
+      at_zero = values["valid_loss_g0"]
+      text += ", not finite" if at_zero is None else f", {at_zero:.4f}"
+      text += " at gate 0"
     say(text, self.progress)
     if k < self.config.steps:  # the last sample is that of the closing table
       label = f"  sample at gate {at:g}: " if tapers else "  sample: "

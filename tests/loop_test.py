@@ -505,3 +505,27 @@ def test_adapters_and_the_tokenizer_init_need_a_checkpoint():
     runs.config(lora__rank=2)
   with pytest.raises(UserError, match="data.tokenizer=init is that of"):
     runs.config(data__tokenizer="init")
+
+
+def test_a_gate_0_loss_that_is_not_finite_in_the_taper_does_not_stop_a_run(
+  root, tmp_path, monkeypatch
+):
+  """The model is not there yet; at gate 0 itself it would stop."""
+  loss = loop.Run._loss
+
+  def exploding(self, params, c, gate, eval_step=None):
+    found = loss(self, params, c, gate, eval_step)
+    if self.gates and self.gates[-1] not in (0.0, 1.0) and gate == 0.0:
+      found["loss"] = math.nan
+    self.gates.append(float(gate))
+    return found
+
+  monkeypatch.setattr(loop.Run, "_loss", exploding)
+  monkeypatch.setattr(loop.Run, "gates", [], raising=False)
+  assert runs.train(root, tmp_path / "run", log_every=1) is not None
+  evals = [
+    record
+    for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")
+    if record["kind"] == "eval"
+  ]
+  assert [record["valid_loss_g0"] is None for record in evals] == [True, False]
