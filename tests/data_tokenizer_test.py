@@ -1,5 +1,6 @@
 """Tokenizers: every text comes back, and no text spells a special id."""
 
+import io
 import json
 
 import numpy as np
@@ -203,6 +204,104 @@ def test_saved_tokenizer_loads_the_same(made, kind, tmp_path):
 def test_folder_with_only_a_tokenizer_json_loads(tmp_path):
   (tmp_path / "tokenizer.json").write_bytes(train_hf(byte_level=True))
   assert tokenizer_lib.load_tokenizer(tmp_path).kind == "huggingface"
+
+
+def prefixed(decoder: list, **told) -> tokenizer_lib.HFTokenizer:
+  """A tokenizer that puts a blank before a text, and its decoder."""
+  model = json.loads(train_hf(byte_level=False))
+  model["normalizer"] = {
+    "type": "Sequence",
+    "normalizers": [
+      {"type": "Prepend", "prepend": "▁"},
+      {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+  }
+  model["decoder"] = {"type": "Sequence", "decoders": decoder}
+  return tokenizer_lib.HFTokenizer(json.dumps(model).encode(), told=told)
+
+
+@pytest.mark.parametrize(
+  "decoder",
+  [
+    [
+      {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+      {"type": "ByteFallback"},
+      {"type": "Fuse"},
+      {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+    [
+      {"type": "ByteFallback"},
+      {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"},
+      {"type": "Fuse"},
+    ],
+  ],
+)
+def test_continuation_keeps_its_first_blank(decoder):
+  """Decoding takes away the blank that encoding puts before a text."""
+  tok = prefixed(decoder)
+  ids = tok.encode("Tom saw\n a cat")
+  assert tok.decode(ids) == "Tom saw\n a cat"
+  cut = next(i for i in range(1, len(ids)) if tok.decode(ids[:i]) == "Tom")
+  assert tok.decode(ids[cut:], continues=True) == " saw\n a cat"
+  assert tok.decode(ids[cut:]) == "saw\n a cat"
+  end = [tok.eos_id]
+  assert tok.decode(end + ids[cut:] + end, continues=True) == " saw\n a cat"
+
+
+@KINDS
+def test_continuation_of_other_tokenizers_is_their_text(made, kind):
+  for text in TEXTS:
+    assert made[kind].decode(made[kind].encode(text), continues=True) == text
+
+
+def test_sentencepiece_with_a_dummy_prefix_continues_too():
+  import sentencepiece
+
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(corpus.generate_stories(50, seed=0)),
+    model_writer=model,
+    vocab_size=320,
+    model_type="bpe",
+    byte_fallback=True,
+    minloglevel=3,
+  )
+  tok = tokenizer_lib.SentencePieceTokenizer(model.getvalue())
+  ids = tok.encode("was happy")
+  assert tok.decode(ids) == "was happy"
+  assert tok.decode(ids, continues=True) == " was happy"
+
+
+def test_told_ends_survive_saving_and_count_as_another_tokenizer(tmp_path):
+  definition = train_hf(byte_level=True)
+  named = tokenizer_lib.HFTokenizer(definition)
+  told = {"bos_id": 7, "eos_id": 5, "adds_bos": True}
+  tok = tokenizer_lib.HFTokenizer(definition, told=told)
+  tok.save(tmp_path)
+  again = tokenizer_lib.load_tokenizer(tmp_path)
+  assert (again.bos_id, again.eos_id, again.adds_bos) == (7, 5, True)
+  assert again.fingerprint == tok.fingerprint != named.fingerprint
+  assert again.encode_prompt("a") == [7, *again.encode("a")]
+  assert (named.bos_id, named.adds_bos) == (None, False)
+  assert named.encode_prompt("") == [named.eos_id]
+  path = tmp_path / "tokenizer_info.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_id": 6}))
+  with pytest.raises(UserError, match="do not belong together"):
+    tokenizer_lib.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "told, match",
+  [
+    ({"eos_id": 300}, "eos_id=300 is not an id .* from 0 to 299"),
+    ({"bos_id": -1}, "bos_id=-1 is not an id"),
+    ({"adds_bos": True}, "adds a beginning of text .* tell bos_id"),
+    ({"eos_id": None}, "no end-of-text token"),
+  ],
+)
+def test_told_ends_must_exist(told, match):
+  with pytest.raises(UserError, match=match):
+    tokenizer_lib.HFTokenizer(train_hf(byte_level=True), told=told)
 
 
 def test_wordpiece_is_refused_since_it_loses_blanks():
