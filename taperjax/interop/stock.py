@@ -1,0 +1,344 @@
+r"""Tapered models at gate 0 in the form of stock classes, with real norms.
+
+No stock class knows a model without norms. Two constructions make its norms
+compute the fixed map that a taper ends in; what comes out has the config of a
+baseline (both modes "norm"), so our own model, a Hugging Face class or
+llama.cpp runs it. They hold at gate 0 only: the caller checks the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from taperjax import calibration, folding, model
+from taperjax.config import BIASES, ModelConfig
+from taperjax.errors import UserError
+from taperjax.interop import gpt2
+
+LOG2_EPS = 40
+# Largest variance of a stream for which var + 2^40 rounds to 2^40 in float32.
+MAX_VARIANCE = 2**16
+# log2 of the ballast, and the most for float16 files; see `ballast`.
+LOG2_BALLAST = 15
+_BLOCK = 32  # llama.cpp quantises 32 numbers of a row at a time
+
+
+def stock_form(
+  params: dict, c: Any, config: ModelConfig
+) -> tuple[dict, ModelConfig, dict[str, Any]]:
+  """A model at gate 0 as one whose norms are all real.
+
+  Args:
+    params, config: a baseline, or a tapered model that is not folded.
+    c: calibrated factors by site, (2 N + 1,).
+
+  Returns:
+    (params, config, info): float32 numpy parameters by layer, without a
+    taper_scale. `info` names the `form` ("plain", "huge_eps" or "ballast"), the
+    `dtypes` that a file may have, and the figures of the construction.
+
+  Raises:
+    UserError: folded already, only the final norm tapered, or c not calibrated.
+  """
+  modes = (config.internal_norm, config.final_norm)
+  told = f"internal_norm={modes[0]} and final_norm={modes[1]}"
+  if "none" in modes:
+    raise UserError(
+      f"{told}: stock classes have no model without norms; export the unfolded "
+      "checkpoint at gate 0"
+    )
+  if modes == ("taper", "taper"):
+    return huge_eps(params, c, config)
+  if modes == ("taper", "norm"):
+    return ballast(params, c, config)
+  if modes == ("norm", "taper"):
+    raise UserError(
+      f"{told}: stock classes have one eps for all norms, so the final norm "
+      "cannot be fixed alone; export with --remote-code, or to stablehlo or "
+      "safetensors"
+    )
+  params, config = _numpy(params, config)
+  return params, config, {
+    "form": "plain", "dtypes": ["float32", "bfloat16", "float16"]
+  }
+
+
+def huge_eps(
+  params: dict, c: Any, config: ModelConfig
+) -> tuple[dict, ModelConfig, dict[str, Any]]:
+  r"""All norms tapered: an eps beside which the statistic vanishes.
+
+  With eps = 2^40 a norm is h / sqrt(var + 2^40) w. In float32 var + 2^40 is
+  2^40 while var is below 65,536; the root and the division are exact, so
+  w = c gamma~ 2^20 gives c h gamma~ as one rounded product. LayerNorm keeps
+  its centring and its bias. A tied head stays tied. Arguments and result as
+  `stock_form`.
+
+  Raises:
+    UserError: c is not calibrated.
+  """
+  c_S = np.asarray(c, np.float64)
+  names = calibration.site_names(config.num_layers)
+  for site in config.tapered_sites:
+    if not (np.isfinite(c_S[site]) and c_S[site] > 0):
+      raise UserError(
+        f"c={c_S[site]:g} at {names[site]} is not a calibrated factor; train "
+        "past taper start, then export"
+      )
+  params, config = _numpy(params, config)
+  norms = _norms(params, config)
+  for name, norm, c_site in zip(names, norms, c_S, strict=True):
+    scale_D = c_site * norm.pop("taper_scale").astype(np.float64)
+    with np.errstate(over="ignore"):
+      norm["scale"] = np.float32(scale_D * 2.0 ** (LOG2_EPS // 2))
+    if not np.all(np.isfinite(norm["scale"])):
+      raise UserError(
+        f"c={c_site:g} at {name}: c gamma~ 2^20 leaves float32; export to "
+        "stablehlo or safetensors"
+      )
+  eps = 2.0**LOG2_EPS
+  config = config.replace(
+    internal_norm="norm", final_norm="norm", norm_eps=eps
+  )
+  return params, config, {
+    "form": "huge_eps",
+    "dtypes": ["float32", "bfloat16"],
+    "eps": eps,
+    "max_variance": MAX_VARIANCE,
+    "notes": [
+      "holds while the variance of the stream stays below 65,536",
+      "float16 is refused: the gains leave its range",
+    ],
+  }
+
+
+def ballast(
+  params: dict, c: Any, config: ModelConfig, *, log2: int | None = None
+) -> tuple[dict, ModelConfig, dict[str, Any]]:
+  r"""Internal norms tapered: a constant in the stream that swamps its scale.
+
+  The stream is widened from d to D'. The embedding writes C = 2^log2 on nb of
+  the pads, where D' / nb = 4^j, so that every internal norm divides by
+  sqrt((|x|^2 + nb C^2) / D') = C 2^-j (1 + |x|^2 / (2 nb C^2)), and with the
+  gain C 2^-j (0 on the pads) is the identity. The maps themselves are folded
+  into the matrices behind them. The last MLP takes the ballast off, and the
+  final norm sees the d real coordinates alone: its gain times sqrt(d / D'), 0
+  on the pads, and eps d / D' (the internal norms share that eps; C^2 dwarfs
+  it).
+
+  - RMSNorm: the last MLP norm has gain 2^-j on one pad, which gives 1 there.
+    One more hidden unit reads gate 64 and up 1, and silu(64) = 64; its down
+    row is -C / 64 on the ballast. Other layers leave the unit 0.
+  - LayerNorm: half of the ballast is -C, so the mean does not see it. The
+    folded matrices are blind to the mean of the stream, so that every write
+    but a tied embedding can be centred; there the pads hold the row's mean, by
+    which the final norm still centres x as before. The last down bias takes
+    the ballast off. Heads without weights fill heads * head_dim up to D', and
+    grouped keys and values are written out, as the GPT-2 layout wants both.
+
+  D' is a multiple of the heads (rms) or of head_dim (layer), and it and the MLP
+  width are as divisible by 2 as they were, up to 32.
+
+  A larger C hides the stream better, but what the last MLP leaves behind when
+  a reciprocal root is off by one ulp grows with it, and so does float32's grid
+  under the means. 2^15 is between the two, and within float16.
+
+  Args:
+    params, c, config: as in `stock_form`; the final norm is not tapered.
+    log2: of C; 15 where left out, and at most that for float16.
+
+  Returns:
+    As `stock_form`.
+  """
+  layer = config.norm == "layer"
+  log2 = LOG2_BALLAST if log2 is None else log2
+  big = 2.0**log2
+  params, config = folding.fold(params, c, config)
+  params, config = _numpy(params, config)
+  if layer:
+    params, config = gpt2.full_heads(params, config)
+  d, hidden = config.embed_dim, config.mlp_dim
+  unit = config.head_dim if layer else config.num_heads
+  width, count, j = _width(d, unit, pairs=layer)
+  heads = width // config.head_dim if layer else config.num_heads
+  if not layer:
+    hidden = _up(hidden + 1, math.gcd(hidden, _BLOCK))
+  ballast_D = np.zeros(width)
+  ballast_D[d : d + count] = big
+  if layer:
+    ballast_D[d + 1 : d + count : 2] = -big
+
+  def stream(x, axis=-1):
+    """Pads the axis of the stream with zeros."""
+    return _pad(x, axis, width)
+
+  def write(x):
+    """What is added to the stream: centred where the mean is not seen."""
+    x = np.float64(x)
+    return stream(x - x.mean(axis=-1, keepdims=True) if layer else x)
+
+  def inner(x, axis):
+    return _pad(x, axis, hidden)
+
+  embedding_VD = params["embed"]["embedding"]
+  if layer and config.tied:
+    embedding_VD = _with_means(embedding_VD, ballast_D, count)
+  else:
+    embedding_VD = np.float32(write(embedding_VD) + ballast_D)
+  out = {"embed": {"embedding": embedding_VD}}
+  if config.positions == "learned":
+    position_MD = write(params["position_embed"]["embedding"])
+    out["position_embed"] = {"embedding": np.float32(position_MD)}
+
+  unit_D = np.zeros(width, np.float32)
+  unit_D[:d] = big * 2.0**-j
+  for n in range(config.num_layers):
+    block = params[f"block_{n}"]
+    attn = {}
+    for name in "qkv":
+      own = heads if layer or name == "q" else config.num_kv_heads
+      attn[name] = {
+        k: _pad(stream(x, 0) if k == "kernel" else x, -2, own)
+        for k, x in block["attn"][name].items()
+      }
+    attn["o"] = {
+      k: np.float32(_pad(write(x), 0, heads) if k == "kernel" else write(x))
+      for k, x in block["attn"]["o"].items()
+    }
+    mlp = {
+      name: {
+        k: inner(stream(x, 0) if k == "kernel" else x, -1)
+        for k, x in block["mlp"][name].items()
+      }
+      for name in ("gate", "up") if name in block["mlp"]
+    }
+    mlp["down"] = {
+      k: np.float32(inner(write(x), 0) if k == "kernel" else write(x))
+      for k, x in block["mlp"]["down"].items()
+    }
+    if layer:
+      mlp["down"].setdefault("bias", np.zeros(width, np.float32))
+    norms = {}
+    for name in ("attn_norm", "mlp_norm"):
+      norms[name] = {"scale": unit_D.copy()}
+      if layer:
+        norms[name]["bias"] = np.zeros(width, np.float32)
+    out[f"block_{n}"] = {"attn": attn, "mlp": mlp, **norms}
+
+  last = out[f"block_{config.num_layers - 1}"]
+  if layer:
+    last["mlp"]["down"]["bias"] -= np.float32(ballast_D)
+  else:
+    last["mlp_norm"]["scale"][d] = 2.0**-j
+    first = config.mlp_dim  # the new hidden unit
+    if config.mlp == "swiglu":
+      last["mlp"]["gate"]["kernel"][d, first] = 64.0
+      last["mlp"]["up"]["kernel"][d, first] = 1.0
+    else:
+      last["mlp"]["up"]["kernel"][d, first] = 64.0
+    last["mlp"]["down"]["kernel"][first] = -ballast_D / 64.0
+
+  final = params["final_norm"]
+  scale_D = np.float64(final["scale"]) * math.sqrt(d / width)
+  out["final_norm"] = {"scale": np.float32(stream(scale_D))}
+  if layer:
+    out["final_norm"]["bias"] = stream(final["bias"])
+  if not config.tied:
+    head = dict(params["head"])
+    head["kernel"] = stream(head["kernel"], 0)
+    out["head"] = head
+
+  biases = {*config.biases, *(["down"] if layer else [])}
+  info = {
+    "form": "ballast",
+    "dtypes": ["float32", "bfloat16"]
+    + (["float16"] if log2 <= LOG2_BALLAST else []),
+    "log2": log2,
+    "ballast": count,
+    "embed_dim": [d, width],
+    "mlp_dim": [config.mlp_dim, hidden],
+    "num_heads": [config.num_heads, heads],
+    "notes": [
+      "holds while |x|^2 of the stream stays far below "
+      f"{2 * count} * 2^{2 * log2}"
+    ],
+  }
+  config = config.replace(
+    internal_norm="norm",
+    embed_dim=width,
+    mlp_dim=hidden,
+    num_heads=heads,
+    num_kv_heads=heads if layer else config.num_kv_heads,
+    norm_eps=config.norm_eps * d / width,
+    biases=tuple(name for name in BIASES if name in biases),
+  )
+  return out, config, info
+
+
+def _with_means(
+  embedding_Vd: np.ndarray, ballast_D: np.ndarray, count: int
+) -> np.ndarray:
+  """The embedding with pads that hold the mean of its row, and the ballast.
+
+  Beside C the mean is rounded to float32's grid there; the pads without ballast
+  make up for it, so that the mean of the wide row is that of the row.
+  """
+  d, width = embedding_Vd.shape[1], len(ballast_D)
+  mean_V1 = np.float64(embedding_Vd).mean(axis=-1, keepdims=True)
+  out_VD = np.zeros((len(embedding_Vd), width), np.float32)
+  out_VD[:, :d] = embedding_Vd
+  loaded = slice(d, d + count)
+  out_VD[:, loaded] = mean_V1 + ballast_D[loaded]
+  held_VC = np.float64(out_VD[:, loaded]) - ballast_D[loaded]
+  rest_V = (width - d) * mean_V1[:, 0] - held_VC.sum(axis=-1)
+  free = width - d - count
+  out_VD[:, d + count :] = (rest_V / free)[:, None]
+  return out_VD
+
+
+def _width(d: int, unit: int, pairs: bool) -> tuple[int, int, int]:
+  """(D', nb, j): the least D' = nb 4^j with room for nb pads and one more.
+
+  D' is a multiple of `unit` and as divisible by 2 as d, up to 32; nb is even
+  where `pairs`. Of equal widths the one with the larger nb is taken.
+  """
+  found = []
+  for j in (1, 2, 3):
+    step = math.lcm(4**j * (1 + pairs), unit, math.gcd(d, _BLOCK))
+    width = _up(-(-(d + 1) * 4**j // (4**j - 1)), step)
+    found.append((width, j))
+  width, j = min(found)
+  return width, width // 4**j, j
+
+
+def _up(x: int, multiple: int) -> int:
+  return -(-x // multiple) * multiple
+
+
+def _pad(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+  """A copy of x with zeros behind one axis, `size` long."""
+  pads = [(0, 0)] * x.ndim
+  pads[axis] = (0, size - x.shape[axis])
+  return np.pad(x, pads)
+
+
+def _numpy(params: dict, config: ModelConfig) -> tuple[dict, ModelConfig]:
+  """A copy by layer, in numpy."""
+  params, config = model.unstack_layers(params, config)
+  return _copy(params), config
+
+
+def _copy(tree):
+  if isinstance(tree, dict):
+    return {name: _copy(x) for name, x in tree.items()}
+  return np.array(tree)
+
+
+def _norms(params: dict, config: ModelConfig) -> list[dict]:
+  """The norms in the order of their sites."""
+  blocks = [params[f"block_{n}"] for n in range(config.num_layers)]
+  norms = [block[k] for block in blocks for k in ("attn_norm", "mlp_norm")]
+  return [*norms, params["final_norm"]]
