@@ -18,30 +18,34 @@ from taperjax.config import BIASES, ModelConfig
 from taperjax.errors import UserError
 from taperjax.interop import gpt2
 
+DTYPES = ["float32", "bfloat16", "float16"]
 LOG2_EPS = 40
 # Largest variance of a stream for which var + 2^40 rounds to 2^40 in float32.
 MAX_VARIANCE = 2**16
-# log2 of the ballast, and the most for float16 files; see `ballast`.
+# log2 of the ballast; see `ballast`.
 LOG2_BALLAST = 15
 _BLOCK = 32  # llama.cpp quantises 32 numbers of a row at a time
 
 
 def stock_form(
-  params: dict, c: Any, config: ModelConfig
+  params: dict, c: Any, config: ModelConfig, *, dtype: str = "float32"
 ) -> tuple[dict, ModelConfig, dict[str, Any]]:
   """A model at gate 0 as one whose norms are all real.
 
   Args:
     params, config: a baseline, or a tapered model that is not folded.
     c: calibrated factors by site, (2 N + 1,).
+    dtype: of the file that is to hold it: float32, bfloat16 or float16.
 
   Returns:
     (params, config, info): float32 numpy parameters by layer, without a
-    taper_scale. `info` names the `form` ("plain", "huge_eps" or "ballast"), the
-    `dtypes` that a file may have, and the figures of the construction.
+    taper_scale. `info` names the `form` ("plain", "huge_eps" or "ballast") and
+    the `dtypes` that hold it, and gives the figures of the construction and,
+    in `notes`, its limits.
 
   Raises:
-    UserError: folded already, only the final norm tapered, or c not calibrated.
+    UserError: folded already, only the final norm tapered, c not calibrated,
+      or a dtype that does not hold the form.
   """
   modes = (config.internal_norm, config.final_norm)
   told = f"internal_norm={modes[0]} and final_norm={modes[1]}"
@@ -51,9 +55,9 @@ def stock_form(
       "checkpoint at gate 0"
     )
   if modes == ("taper", "taper"):
-    return huge_eps(params, c, config)
+    return huge_eps(params, c, config, dtype=dtype)
   if modes == ("taper", "norm"):
-    return ballast(params, c, config)
+    return ballast(params, c, config, dtype=dtype)
   if modes == ("norm", "taper"):
     raise UserError(
       f"{told}: stock classes have one eps for all norms, so the final norm "
@@ -61,13 +65,11 @@ def stock_form(
       "safetensors"
     )
   params, config = _numpy(params, config)
-  return params, config, {
-    "form": "plain", "dtypes": ["float32", "bfloat16", "float16"]
-  }
+  return params, config, {"form": "plain", "dtypes": DTYPES, "notes": []}
 
 
 def huge_eps(
-  params: dict, c: Any, config: ModelConfig
+  params: dict, c: Any, config: ModelConfig, *, dtype: str = "float32"
 ) -> tuple[dict, ModelConfig, dict[str, Any]]:
   r"""All norms tapered: an eps beside which the statistic vanishes.
 
@@ -78,8 +80,13 @@ def huge_eps(
   `stock_form`.
 
   Raises:
-    UserError: c is not calibrated.
+    UserError: c is not calibrated, or dtype is float16.
   """
+  if dtype == "float16":
+    raise UserError(
+      "dtype=float16: the gains c gamma~ 2^20 of an all-tapered model leave "
+      "its range; use bfloat16 or float32, or export with --remote-code"
+    )
   c_S = np.asarray(c, np.float64)
   names = calibration.site_names(config.num_layers)
   for site in config.tapered_sites:
@@ -110,13 +117,18 @@ def huge_eps(
     "max_variance": MAX_VARIANCE,
     "notes": [
       "holds while the variance of the stream stays below 65,536",
-      "float16 is refused: the gains leave its range",
+      "cannot be served as float16: the gains leave its range",
     ],
   }
 
 
 def ballast(
-  params: dict, c: Any, config: ModelConfig, *, log2: int | None = None
+  params: dict,
+  c: Any,
+  config: ModelConfig,
+  *,
+  dtype: str = "float32",
+  log2: int = LOG2_BALLAST,
 ) -> tuple[dict, ModelConfig, dict[str, Any]]:
   r"""Internal norms tapered: a constant in the stream that swamps its scale.
 
@@ -148,13 +160,13 @@ def ballast(
 
   Args:
     params, c, config: as in `stock_form`; the final norm is not tapered.
-    log2: of C; 15 where left out, and at most that for float16.
+    dtype: of the file; means beside the ballast are rounded to it.
+    log2: of C; at most 15 for float16.
 
   Returns:
     As `stock_form`.
   """
   layer = config.norm == "layer"
-  log2 = LOG2_BALLAST if log2 is None else log2
   big = 2.0**log2
   params, config = folding.fold(params, c, config)
   params, config = _numpy(params, config)
@@ -185,7 +197,7 @@ def ballast(
 
   embedding_VD = params["embed"]["embedding"]
   if layer and config.tied:
-    embedding_VD = _with_means(embedding_VD, ballast_D, count)
+    embedding_VD = _with_means(embedding_VD, ballast_D, count, dtype)
   else:
     embedding_VD = np.float32(write(embedding_VD) + ballast_D)
   out = {"embed": {"embedding": embedding_VD}}
@@ -254,8 +266,7 @@ def ballast(
   biases = {*config.biases, *(["down"] if layer else [])}
   info = {
     "form": "ballast",
-    "dtypes": ["float32", "bfloat16"]
-    + (["float16"] if log2 <= LOG2_BALLAST else []),
+    "dtypes": DTYPES if log2 <= LOG2_BALLAST else DTYPES[:2],
     "log2": log2,
     "ballast": count,
     "embed_dim": [d, width],
@@ -279,19 +290,22 @@ def ballast(
 
 
 def _with_means(
-  embedding_Vd: np.ndarray, ballast_D: np.ndarray, count: int
+  embedding_Vd: np.ndarray, ballast_D: np.ndarray, count: int, dtype: str
 ) -> np.ndarray:
   """The embedding with pads that hold the mean of its row, and the ballast.
 
-  Beside C the mean is rounded to float32's grid there; the pads without ballast
-  make up for it, so that the mean of the wide row is that of the row.
+  Beside C the mean is rounded to the grid of the dtype there; the pads without
+  ballast make up for it, so that the mean of the wide row is that of the row.
   """
+  import ml_dtypes
+
+  kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
   d, width = embedding_Vd.shape[1], len(ballast_D)
   mean_V1 = np.float64(embedding_Vd).mean(axis=-1, keepdims=True)
   out_VD = np.zeros((len(embedding_Vd), width), np.float32)
   out_VD[:, :d] = embedding_Vd
   loaded = slice(d, d + count)
-  out_VD[:, loaded] = mean_V1 + ballast_D[loaded]
+  out_VD[:, loaded] = (mean_V1 + ballast_D[loaded]).astype(kind)
   held_VC = np.float64(out_VD[:, loaded]) - ballast_D[loaded]
   rest_V = (width - d) * mean_V1[:, 0] - held_VC.sum(axis=-1)
   free = width - d - count
