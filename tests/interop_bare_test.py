@@ -10,8 +10,7 @@ import pytest
 from taperjax import folding
 from taperjax.errors import UserError
 from taperjax.interop import bare
-from taperjax.model import Transformer
-from tests import tiny
+from tests import lively, tiny
 
 CONFIGS = {
   "rms": tiny.model_config(num_kv_heads=1),
@@ -26,13 +25,6 @@ def folded(config):
   if config.tapered_sites:
     return folding.fold(params, tiny.c(config), config)
   return params, config
-
-
-def logits(params, config):
-  tokens_BL = tiny.tokens(25, tiny.M)
-  return np.asarray(
-    Transformer(config).apply({"params": params}, tokens_BL)[0]
-  )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -89,8 +81,10 @@ def test_the_page_tells_names_shapes_and_the_forward_pass(tmp_path):
 def test_the_read_model_gives_the_same_logits(name, tmp_path):
   params, config = folded(CONFIGS[name])
   bare.write(tmp_path, params, config, dtype="float32")
+  tokens_BL = tiny.tokens(25, tiny.M)
   np.testing.assert_array_equal(
-    logits(*bare.read(tmp_path)), logits(params, config)
+    lively.logits(*bare.read(tmp_path), tokens_BL),
+    lively.logits(params, config, tokens_BL),
   )
 
 

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taperjax import decode, folding
+from taperjax import decode
 from taperjax.errors import UserError
 from taperjax.interop import stablehlo
-from taperjax.model import Transformer
-from tests import tiny
+from tests import lively, tiny
 
 M = 128
 CONFIGS = {
@@ -41,10 +40,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def folded(config):
-  return folding.fold(tiny.params(config), tiny.c(config), config)
-
-
 def run(folder, count, prompts):
   texts = [",".join(map(str, prompt)) for prompt in prompts]
   out = subprocess.run(
@@ -62,7 +57,7 @@ def run(folder, count, prompts):
   [("all", "arguments"), ("internal", "arguments"), ("all", "constants")],
 )
 def test_the_runner_alone_gives_our_greedy_ids(name, weights, tmp_path):
-  params, config = folded(CONFIGS[name])
+  params, config = lively.model(CONFIGS[name], 3)
   info = stablehlo.write(
     tmp_path, params, config, dtype="float32", weights=weights
   )
@@ -70,12 +65,11 @@ def test_the_runner_alone_gives_our_greedy_ids(name, weights, tmp_path):
   assert ("model.safetensors" in info["files"]) == (weights == "arguments")
   count = M - max(map(len, PROMPTS))
   want = decode.generate(params, config, PROMPTS, max_new=count)
-  assert len(set(map(tuple, want))) == 3
+  assert min(len(set(row)) for row in want) > 2, "the text varies"
   assert run(tmp_path, count, PROMPTS) == want
   if weights == "arguments" and name == "all":
     assert run(tmp_path, count, PROMPTS[1:2]) == want[1:2]
     assert "exceed 128 positions" in run(tmp_path, count + 1, PROMPTS)
-    assert "must lie in 0..30" in run(tmp_path, 2, [[31]])
 
 
 def test_the_runner_is_short():
@@ -87,11 +81,11 @@ def test_the_runner_is_short():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_logit_is_that_of_the_model(name):
   """Prefill of unequal rows, then decoding by given tokens to the end."""
-  params, config = folded(CONFIGS[name])
+  params, config = lively.model(CONFIGS[name])
   artifacts, tensors = stablehlo.export(params, config, dtype="float32")
   tokens_BL = tiny.tokens(3, M)
-  want_BLV, _ = Transformer(config).apply({"params": params}, tokens_BL)
-  assert 0.3 < float(jnp.std(want_BLV)) < 3
+  want_BLV = lively.logits(params, config, tokens_BL)
+  assert 0.5 < float(jnp.std(want_BLV)) < 2
   length_B, checked = np.array([5, 2, 7], np.int32), 0
   prefill, step = (
     jax.jit(artifacts[n].call) for n in ("prefill", "decode")
@@ -109,9 +103,7 @@ def test_every_logit_is_that_of_the_model(name):
 
 
 def graph(config, dtype, name):
-  params = tiny.params(config)
-  if config.tapered_sites:
-    params, config = folded(config)
+  params, config = lively.model(config)
   artifacts, _ = stablehlo.export(params, config, dtype=dtype)
   return artifacts[name].mlir_module()
 
@@ -119,7 +111,9 @@ def graph(config, dtype, name):
 def sums_of_the_stream(text):
   """Reductions over an axis that is not the cache's."""
   found = re.findall(
-    r"stablehlo\.reduce\(.*dimensions = \[(\d+)\] : \(tensor<([^>]*)xb?f\d+>", text
+    r"stablehlo\.reduce\(.*dimensions = \[(\d+)\] : "
+    r"\(tensor<([^>]*)xb?f\d+>",
+    text,
   )
   assert found, "the attention reduces over the cache"
   return [
@@ -141,7 +135,7 @@ def test_a_folded_model_has_no_norm_in_its_graph(step, dtype):
 
 
 def test_artifacts_are_for_cpu_and_cuda_and_call_no_library(tmp_path):
-  params, config = folded(CONFIGS["all"])
+  params, config = lively.model(CONFIGS["all"])
   stablehlo.write(tmp_path, params, config, dtype="bfloat16")
   for name in ("prefill", "decode"):
     data = (tmp_path / f"{name}.jax_export").read_bytes()
@@ -153,7 +147,7 @@ def test_artifacts_are_for_cpu_and_cuda_and_call_no_library(tmp_path):
 
 
 def test_a_prompt_beyond_the_context_is_refused():
-  params, config = folded(CONFIGS["all"])
+  params, config = lively.model(CONFIGS["all"])
   artifacts, tensors = stablehlo.export(params, config, dtype="float32")
   with pytest.raises(ValueError, match="l <= 128"):
     artifacts["prefill"].call(
@@ -162,7 +156,7 @@ def test_a_prompt_beyond_the_context_is_refused():
 
 
 def test_bfloat16_weights_are_those_of_the_file(tmp_path):
-  params, config = folded(CONFIGS["internal"])
+  params, config = lively.model(CONFIGS["internal"], 3)
   stablehlo.write(tmp_path, params, config, dtype="bfloat16")
   page = json.loads((tmp_path / "model.json").read_text())
   assert (page["dtype"], page["weights"]) == ("bfloat16", "arguments")
@@ -179,7 +173,7 @@ def test_mistakes_are_told(tmp_path, monkeypatch):
   config = CONFIGS["all"]
   with pytest.raises(UserError, match="fold the model first"):
     stablehlo.write(tmp_path, tiny.params(config), config, dtype="float32")
-  params, config = folded(config)
+  params, config = lively.model(config)
   with pytest.raises(UserError, match="weights='none' is not one of"):
     stablehlo.write(
       tmp_path, params, config, dtype="float32", weights="none"

@@ -56,11 +56,13 @@ def flatten(
   return flax.traverse_util.flatten_dict(params, sep="/"), config
 
 
-def save(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
-  """Writes tensors made by `cast`."""
+def save(
+  path: pathlib.Path, tensors: dict[str, np.ndarray], framework: str = "np"
+) -> None:
+  """Writes tensors made by `cast`; "pt" is what transformers looks for."""
   import safetensors.numpy
 
-  safetensors.numpy.save_file(tensors, path, metadata={"format": "np"})
+  safetensors.numpy.save_file(tensors, path, metadata={"format": framework})
 
 
 def refuse_tapers(config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ page = json.loads((folder / "model.json").read_text())
 length = np.array([len(prompt) for prompt in prompts], np.int32)
 if length.max() + count > page["context_len"]:
   sys.exit(f"prompt and new ids exceed {page['context_len']} positions")
-if not 0 <= min(map(min, prompts)) <= max(map(max, prompts)) < page["vocab_size"]:
+if not all(0 <= i < page["vocab_size"] for i in sum(prompts, [])):
   sys.exit(f"ids must lie in 0..{page['vocab_size'] - 1}")
 weights = ()
 if page["weights"] == "arguments":
@@ -27,8 +27,8 @@ prefill, decode = (
   jax.jit(export.deserialize((folder / f"{name}.jax_export").read_bytes()).call)
   for name in ("prefill", "decode")
 )
-tokens = np.zeros((len(prompts), length.max()), np.int32)  # padded on the right
-for row, prompt in zip(tokens, prompts):
+tokens = np.zeros((len(prompts), length.max()), np.int32)  # padded right
+for row, prompt in zip(tokens, prompts, strict=True):
   row[: len(prompt)] = prompt
 logits, cache = prefill(*weights, tokens, length)
 new = [np.argmax(logits, axis=-1).astype(np.int32)]
