@@ -1,4 +1,4 @@
-"""The command line: `taperjax eval | fold | generate | info | import`.
+"""The command line: `taperjax eval | fold | generate | info | import | export`.
 
 Every command takes --json and then prints one JSON object on standard output;
 all else goes to standard error. A mistake of the user is one line and exit
@@ -168,6 +168,9 @@ class _Parser(argparse.ArgumentParser):
     self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
+_EXPORTS = ("hf", "transformer-lens", "stablehlo", "safetensors", "gguf")
+
+
 def _step(text: str) -> int | str:
   """A step on the command line; argparse names it in its message."""
   return text if text == "best" else int(text)
@@ -185,16 +188,19 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
-  def command(name, run, text, model_help):
-    sub = commands.add_parser(name, help=text, description=text)
-    sub.set_defaults(run=run)
-    sub.add_argument("model", help=model_help)
+  def step(sub):
     sub.add_argument(
       "--step",
       type=_step,
       metavar="STEP",
       help="checkpoint, a number or best; default the latest",
     )
+
+  def command(name, run, text, model_help):
+    sub = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(run=run)
+    sub.add_argument("model", help=model_help)
+    step(sub)
     sub.add_argument("--json", action="store_true", help="print a JSON object")
     sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return sub
@@ -259,6 +265,42 @@ def _parser() -> argparse.ArgumentParser:
     "Shape of a model or of a config file.",
     where + ", or a config FILE.py[:ARGUMENT]",
   )
+
+  text = "Write a model for another program, and read it back there."
+  sub = commands.add_parser("export", help=text, description=text)
+  sub.set_defaults(run=_export)
+  sub.add_argument("model", nargs="+", help=where)
+  step(sub)
+  sub.add_argument("--to", choices=_EXPORTS, help="format")
+  sub.add_argument("--out", help="folder to write; default export/ in the run")
+  sub.add_argument(
+    "--dtype",
+    choices=("bfloat16", "float32", "float16"),
+    default="bfloat16",
+    help="of the file; default bfloat16",
+  )
+  sub.add_argument(
+    "--remote-code",
+    action="store_true",
+    help="hf: a modeling file without norms in place of the stock class",
+  )
+  sub.add_argument(
+    "--weights",
+    choices=("arguments", "constants"),
+    help="stablehlo: in one safetensors file (default), or in the artifacts",
+  )
+  sub.add_argument(
+    "--data",
+    metavar="FILE",
+    help="text to compare on; default the run's validation text",
+  )
+  sub.add_argument(
+    "--matrix",
+    action="store_true",
+    help="every format of every MODEL, and a table of their errors",
+  )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
   text = "Import a model of another program."
   sub = commands.add_parser("import", help=text, description=text)
@@ -537,6 +579,91 @@ def _model_info(path: str, step: int | None) -> dict[str, Any]:
     "commit": model.meta["commit"],
     "versions": model.meta["versions"],
   }
+
+
+def _export(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import api, saved
+  from taperjax.interop import exporting
+  from taperjax.summary import say, write_json
+
+  if args.matrix == (args.to is not None):
+    raise UserError(
+      "give either --to FORMAT, one of " + ", ".join(_EXPORTS) + ", or --matrix"
+    )
+  if args.remote_code and args.to != "hf":
+    raise UserError("--remote-code is of --to hf alone; leave it out")
+  if args.weights is not None and args.to != "stablehlo":
+    raise UserError(
+      f"--weights={args.weights} is of --to stablehlo alone; leave it out"
+    )
+  if len(args.model) > 1 and not args.matrix:
+    raise UserError("several models need --matrix; or give one of them")
+  rows = []
+  for path in args.model:
+    model = api.load(path, args.step)
+    text = args.data or "the run's validation text"
+    common = {"tokens_BL": _compared_tokens(args, model), "text": text}
+    common |= {"dtype": args.dtype, "log": say}
+    if args.matrix:
+      out = pathlib.Path(args.out or "export")
+      name = pathlib.Path(path).absolute().name
+      rows += exporting.matrix(name, model, out, **common)
+      continue
+    out = args.out
+    if out is None:
+      name = args.to + ("-remote-code" if args.remote_code else "")
+      run = saved.workdir_of(model.folder) or model.folder
+      out = run / "export" / name
+    report = exporting.export(
+      model,
+      args.to,
+      pathlib.Path(out),
+      remote_code=args.remote_code,
+      weights=args.weights or "arguments",
+      **common,
+    )
+    if not args.json:
+      _print_export(out, report)
+    return {"out": str(out), **report}
+  lines = exporting.matrix_lines(rows)
+  write_json(out / "matrix.json", rows)
+  if not args.json:
+    print("\n".join(lines))
+  return {"out": str(out), "rows": rows}
+
+
+def _compared_tokens(args: argparse.Namespace, model) -> Any:
+  """Rows of real text, 512 positions where there are so many."""
+  import numpy as np
+
+  from taperjax import saved
+
+  if args.data:
+    ids = _stream_of(args.data, _need_tokenizer(model))
+  else:
+    ids = saved.valid_tokens(model)
+  length = min(128, model.config.context_len)
+  rows = min(-(-512 // length), len(ids) // length)
+  return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
+
+
+def _print_export(out: Any, report: dict[str, Any]) -> None:
+  print(f"wrote {out} ({report['format']}, {report['form']})")
+  for label, name in (("float32", "float32"), ("stored", "stored"),
+                      ("import", "source")):
+    errors = report[name]
+    if errors is None:
+      continue
+    if errors["reader"] is None:
+      print(f"  {label}: not compared, {errors['reason']}")
+      continue
+    print(
+      f"  {label}: largest logit difference "
+      f"{errors['max_abs_delta_logit']:.3g}, KL {errors['kl']:.3g} nats, same "
+      f"top token {errors['top1']:.2%}, read by {errors['reader']}"
+    )
+  for note in report["notes"]:
+    print(f"  note: {note}")
 
 
 def _import(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,458 @@
+"""`taperjax export`: writes a model for another program, and reads it back.
+
+Nothing is left behind unless the target's own reader gives our logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import secrets
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import taperjax
+from taperjax import folding, model as model_lib, ranges, saved
+from taperjax.config import ModelConfig
+from taperjax.errors import UserError
+from taperjax.interop import (
+  bare,
+  card,
+  gguf_files,
+  gpt2,
+  hf_files,
+  llama,
+  remote_code as remote_code_lib,
+  stablehlo,
+  stock,
+  tokenizer_files,
+  transformer_lens,
+  verify,
+)
+from taperjax.summary import commit, strict, write_json
+
+FORMATS = ("hf", "transformer-lens", "stablehlo", "safetensors", "gguf")
+REPORT = "verification.json"  # marks a folder as an export of ours
+GREEDY_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """What a format holds of a model: its weights in the target's terms."""
+
+  params: dict
+  config: ModelConfig
+  name: str  # "plain", "folded", "huge_eps" or "ballast"
+  info: dict[str, Any]
+
+
+def form_of(model: saved.Model, to: str, dtype: str, remote_code: bool) -> Form:
+  """The weights and the shape to write.
+
+  Raises:
+    UserError: a gate above 0, or a format that cannot hold the model.
+  """
+  if model.tapered and model.gate != 0.0:
+    raise UserError(
+      f"gate={model.gate:.4g} at step {model.step}: an export holds the model "
+      "at gate 0 alone; finish the run, then export"
+    )
+  if to == "gguf" or to == "hf" and not remote_code:
+    params, config, info = stock.stock_form(
+      model.params, model.c, model.config, dtype=dtype
+    )
+    if dtype not in info["dtypes"]:
+      raise UserError(
+        f"dtype={dtype}: the {info['form']} form of this model does not fit "
+        f"it; use {' or '.join(info['dtypes'])}"
+      )
+    return Form(params, config, info["form"], info)
+  params, config = model_lib.unstack_layers(model.params, model.config)
+  name = "plain"
+  if model.tapered:
+    params, config = folding.fold(params, model.c, config)
+  if "none" in (config.internal_norm, config.final_norm):
+    name = "folded"
+  return Form(params, config, name, {})
+
+
+def _write(
+  folder: pathlib.Path,
+  form: Form,
+  model: saved.Model,
+  to: str,
+  dtype: str,
+  remote_code: bool,
+  weights: str,
+) -> None:
+  """The files of a format, without tokenizer and report."""
+  folder.mkdir(parents=True)
+  args = (folder, form.params, form.config)
+  if to == "safetensors":
+    bare.write(*args, dtype=dtype)
+  elif to == "stablehlo":
+    stablehlo.write(*args, dtype=dtype, weights=weights)
+  elif to == "transformer-lens":
+    transformer_lens.write(*args, dtype=dtype)
+  elif to == "gguf":
+    gguf_files.write(
+      folder / "model.gguf",
+      form.params,
+      form.config,
+      model.tokenizer,
+      dtype=dtype,
+      name="taperjax",
+    )
+  else:
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    if model.tokenizer is not None:
+      ids = tokenizer_files.special_ids(model.tokenizer)
+    if remote_code:
+      remote_code_lib.write(*args, dtype=dtype, special_ids=ids)
+    else:
+      layout = llama if form.config.norm == "rms" else gpt2
+      tensors, hf_config = layout.to_hf(form.params, form.config)
+      hf_files.write_folder(folder, tensors, {**hf_config, **ids}, dtype)
+    write_json(folder / "generation_config.json", {**ids, "do_sample": False})
+
+
+def _write_tokenizer(folder: pathlib.Path, model: saved.Model) -> None:
+  definition = tokenizer_files.to_tokenizer_json(model.tokenizer)
+  (folder / "tokenizer.json").write_bytes(definition)
+  config = tokenizer_files.tokenizer_config(model.tokenizer)
+  config["model_max_length"] = model.config.context_len
+  write_json(folder / "tokenizer_config.json", config)
+
+
+def _reader(to: str, remote_code: bool) -> Callable[..., Any]:
+  if to == "hf":
+    return lambda *args: verify.hf_logits(*args, remote_code=remote_code)
+  return {
+    "transformer-lens": verify.transformer_lens_logits,
+    "stablehlo": verify.stablehlo_logits,
+    "safetensors": verify.safetensors_logits,
+    "gguf": verify.gguf_logits,
+  }[to]
+
+
+def export(
+  model: saved.Model,
+  to: str,
+  out: pathlib.Path,
+  *,
+  tokens_BL: np.ndarray,
+  text: str,
+  dtype: str = "bfloat16",
+  remote_code: bool = False,
+  weights: str = "arguments",
+  log: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+  """Writes `out` whole and verified, or not at all.
+
+  Args:
+    model: a baseline, an imported model, a tapered one at gate 0, or a folded
+      one (which stock formats refuse).
+    to: one of FORMATS.
+    out: a new folder, or an earlier export, which is replaced.
+    tokens_BL: ids of real text to compare on, 300 positions or more.
+    text: where they are from, for the report.
+    dtype: of the file: float32, bfloat16 or float16, cast once from float32.
+    remote_code: of hf: a modeling file of ours in place of the stock class.
+    weights: of stablehlo: "arguments" or "constants".
+    log: takes lines on what is waited for.
+
+  Returns:
+    The report, as in out/verification.json.
+
+  Raises:
+    UserError: a format that cannot hold the model, or an error above its bound.
+  """
+  if tokens_BL.size < verify.MIN_POSITIONS:
+    raise UserError(
+      f"data={text} gives {tokens_BL.size} positions, but a comparison needs "
+      f"{verify.MIN_POSITIONS}; give a longer text"
+    )
+  out = _check_out(out)
+  form = form_of(model, to, dtype, remote_code)
+  part = out.with_name(f"{out.name}.part-{secrets.token_hex(4)}")
+  old = part.with_name(part.name + "-old")
+  arguments = (form, model, to)
+  options = (remote_code, weights)
+  try:
+    want_BLV = verify.our_logits(
+      model.params, model.c, model.config, tokens_BL
+    )
+    report = _report(model, form, to, dtype, remote_code, weights, text)
+    report["positions"] = int(tokens_BL.size)
+    log(f"writing {to} in float32, and reading it back")
+    check = part.with_name(part.name + "-float32")
+    _write(check, *arguments, "float32", *options)
+    report["float32"] = _compare(
+      check, to, remote_code, form, model, want_BLV, tokens_BL
+    )
+    if dtype != "float32":
+      log(f"writing {to} in {dtype}, and reading it back")
+      _write(part, *arguments, dtype, *options)
+      report["stored"] = _compare(
+        part, to, remote_code, form, model, want_BLV, tokens_BL, dtype
+      )
+    else:
+      check.rename(part)
+      report["stored"] = report["float32"]
+    report["source"] = _compare_source(model, want_BLV, tokens_BL)
+    if model.tokenizer is not None:
+      if to != "gguf":
+        _write_tokenizer(part, model)
+      if to == "hf":
+        whole = part if dtype == "float32" else check
+        report["tokenizer"] = _compare_ids(part, model, tokens_BL)
+        report["greedy"] = _compare_greedy(
+          whole, model, tokens_BL, remote_code
+        )
+    report["residuals"] = _residuals(form, tokens_BL)
+    write_json(part / REPORT, strict(report))
+    (part / "README.md").write_text(card.text(report), encoding="utf-8")
+    if out.exists():  # whole until its name is free
+      out.rename(old)
+    part.rename(out)
+  except OSError as error:
+    raise UserError(
+      f"the export cannot be written to {out} ({error.strerror}); choose a "
+      "writable folder"
+    ) from error
+  finally:
+    for left in (part, old, part.with_name(part.name + "-float32")):
+      shutil.rmtree(left, ignore_errors=True)
+  return strict(report)
+
+
+def _report(model, form, to, dtype, remote_code, weights, text):
+  config = model.config
+  return {
+    "format": to,
+    "form": form.name,
+    "remote_code": remote_code,
+    "weights": weights if to == "stablehlo" else None,
+    "dtype": dtype,
+    "norm": config.norm,
+    "internal_norm": config.internal_norm,
+    "final_norm": config.final_norm,
+    "sites": saved.site_factors(config, model.c),
+    "step": model.step,
+    "params": model_lib.count_params(form.params)[0],
+    "text": text,
+    "notes": form.info.get("notes", []),
+    "imported_from": model.meta.get("source", {}).get("format"),
+    "model_commit": model.meta.get("commit"),
+    "commit": commit(),
+    "taperjax": taperjax.__version__,
+  }
+
+
+def _compare(
+  folder, to, remote_code, form, model, want_BLV, tokens_BL, dtype="float32"
+) -> dict[str, Any]:
+  """Errors of a written export against our float32 model, within the bound."""
+  try:
+    got_BLV, reader = _reader(to, remote_code)(folder, tokens_BL)
+  except verify.Missing as missing:
+    return {"reader": None, "reason": str(missing)}
+  errors = verify.compare(want_BLV, got_BLV)
+  if dtype == "float32":
+    name = "max_abs_delta_logit"
+    most = verify.bound(errors, form.name, model.config.norm)
+  else:
+    name, most = "kl", verify.STORED_KL_BOUND
+  if not errors[name] <= most:  # a NaN is no pass
+    raise UserError(
+      f"{name}={errors[name]:.3g} of the {to} export in {dtype}, read by "
+      f"{reader}, is above its bound {most:.3g}; nothing was written: this "
+      "model does not survive that format or dtype, try float32 or another "
+      "format"
+    )
+  return {"reader": reader, "dtype": dtype, **errors, "bound": {name: most}}
+
+
+def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
+  """Of an untouched import: our model against its files in their own reader."""
+  if "source" not in model.meta or model.step != 0 or model.tapered:
+    return None
+  try:
+    got_BLV, reader = verify.source_logits(model, tokens_BL)
+  except verify.Missing as missing:
+    return {"reader": None, "reason": str(missing)}
+  errors = verify.compare(got_BLV, want_BLV)
+  most = verify.bound(errors, "plain", model.config.norm)
+  if not errors["max_abs_delta_logit"] <= most:
+    raise UserError(
+      f"max_abs_delta_logit={errors['max_abs_delta_logit']:.3g} between the "
+      f"imported model and its source, read by {reader}, is above "
+      f"{most:.3g}; nothing was written: import the source again"
+    )
+  return {
+    "reader": reader, **errors, "bound": {"max_abs_delta_logit": most}
+  }
+
+
+def _compare_ids(folder, model, tokens_BL) -> dict[str, Any]:
+  """AutoTokenizer gives the ids that training saw."""
+  texts = [model.tokenizer.decode(row_L) for row_L in tokens_BL]
+  texts += ["", " two  blanks\nand a line", "caf\u00e9 \u2581 \U0001f600"]
+  try:
+    found = verify.hf_token_ids(folder, texts)
+  except verify.Missing as missing:
+    return {"reader": None, "reason": str(missing)}
+  bos = [model.tokenizer.bos_id] if model.tokenizer.adds_bos else []
+  for text, ids in zip(texts, found, strict=True):
+    if ids != bos + model.tokenizer.encode(text):
+      raise UserError(
+        f"AutoTokenizer gives other ids than the model was trained on for the "
+        f"text {text[:40]!r}; nothing was written: this tokenizer cannot be "
+        "exported, export to safetensors"
+      )
+  return {"reader": verify.version("transformers"), "texts": len(texts),
+          "same_ids": True, "adds_bos": bool(bos)}
+
+
+def _compare_greedy(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
+  """Three unequal prompts, continued by transformers and by us in float32."""
+  from taperjax import decode
+
+  longest = min(24, model.config.context_len - 1)
+  prompts = [
+    tokens_BL[i % len(tokens_BL), : max(1, longest - 7 * i)].tolist()
+    for i in range(3)
+  ]
+  count = min(GREEDY_TOKENS, model.config.context_len - longest)
+  eos = model.tokenizer.eos_id
+  try:
+    found = verify.hf_greedy(folder, prompts, count, eos, remote_code)
+  except verify.Missing as missing:
+    return {"reader": None, "reason": str(missing)}
+  params, config = model_lib.unstack_layers(model.params, model.config)
+  ours = decode.generate(
+    params,
+    config.replace(compute_dtype="float32"),
+    prompts,
+    max_new=count,
+    gate=0.0 if model.tapered else 1.0,
+    c=model.c,
+    stop_ids=(eos,),
+  )
+  return {"reader": verify.version("transformers"), "tokens": count,
+          "same_ids": found == ours}
+
+
+def _residuals(form: Form, tokens_BL) -> dict[str, Any]:
+  """Of the written form: a ballast counts, and folding changes nothing here."""
+  sites = 2 * form.config.num_layers + 1
+  largest = ranges.largest_residuals(
+    form.params, np.zeros(sites, np.float32), 1.0, form.config, tokens_BL
+  )
+  return {
+    "largest_by_layer": largest,
+    "float16_margin": ranges.float16_margin(largest),
+  }
+
+
+def _check_out(out: pathlib.Path) -> pathlib.Path:
+  """Where to write, links resolved; raises unless it is free or an export."""
+  try:
+    out = out.resolve()
+    there = [path.name for path in out.iterdir()]
+  except FileNotFoundError:
+    with contextlib.suppress(OSError):
+      out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+  except (OSError, RuntimeError) as error:
+    raise UserError(
+      f"--out={out} cannot be used ({error}); choose another folder"
+    ) from error
+  if there and REPORT not in there:
+    raise UserError(
+      f"--out={out} holds {min(there)!r} and no {REPORT}, so it is no export "
+      "of ours; choose another folder"
+    )
+  return out
+
+
+# Columns of the matrix: label, format, remote code.
+COLUMNS = (
+  ("hf", "hf", False),
+  ("hf --remote-code", "hf", True),
+  ("transformer-lens", "transformer-lens", False),
+  ("stablehlo", "stablehlo", False),
+  ("safetensors", "safetensors", False),
+  ("gguf", "gguf", False),
+)
+
+
+def matrix(
+  name: str,
+  model: saved.Model,
+  out: pathlib.Path,
+  *,
+  tokens_BL: np.ndarray,
+  text: str,
+  dtype: str,
+  log: Callable[[str], object],
+) -> list[dict[str, Any]]:
+  """Every format of one model, in folders under `out`.
+
+  Returns:
+    One dict for each format: model, format, and the report or `refused`.
+  """
+  found = []
+  for label, to, remote_code in COLUMNS:
+    row = {"model": name, "format": label}
+    log(f"{name}: {label}")
+    try:
+      row["report"] = export(
+        model,
+        to,
+        out / name / label.replace(" --", "-"),
+        tokens_BL=tokens_BL,
+        text=text,
+        dtype=dtype,
+        remote_code=remote_code,
+      )
+    except UserError as error:
+      row["refused"] = str(error)
+    found.append(row)
+  return found
+
+
+def matrix_lines(rows: list[dict[str, Any]]) -> list[str]:
+  """A Markdown table of `matrix`, refusals as notes below."""
+  lines = [
+    "| model | format | form | reader | max \\|delta logit\\|, float32 | KL "
+    "stored | same top token | same greedy ids | against the source |",
+    "| --- " * 9 + "|",
+  ]
+  notes = {}
+  for row in rows:
+    start = f"| {row['model']} | {row['format']} |"
+    if "refused" in row:
+      number = notes.setdefault(row["refused"], len(notes) + 1)
+      lines.append(f"{start} refused ({number}) |" + " |" * 6)
+      continue
+    report = row["report"]
+    exact, kept = report["float32"], report["stored"]
+    if exact["reader"] is None:
+      lines.append(f"{start} {report['form']} | {exact['reason']} |" + " |" * 5)
+      continue
+    greedy, source = report.get("greedy") or {}, report["source"] or {}
+    same = {True: "yes", False: "no", None: ""}[greedy.get("same_ids")]
+    error = source.get("max_abs_delta_logit")
+    lines.append(
+      f"{start} {report['form']} | {exact['reader']} | "
+      f"{exact['max_abs_delta_logit']:.1e} | {kept['kl']:.1e} "
+      f"({kept['dtype']}) | {kept['top1']:.2%} | {same} | "
+      + ("" if error is None else f"{error:.1e}") + " |"
+    )
+  lines += ["", *(f"({i}) {note}" for note, i in notes.items())]
+  return lines
