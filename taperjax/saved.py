@@ -200,9 +200,8 @@ def _tokenizer(
       found = tokenizer_lib.load_tokenizer(path)
       told = meta.get("data_hashes", {}).get("tokenizer", found.fingerprint)
       size = meta["model"]["vocab_size"]
-      # Imported embeddings may have more rows than there are tokens.
-      small = found.vocab_size < size and "source" not in meta
-      if found.fingerprint != told or found.vocab_size > size or small:
+      # Embeddings of an imported model may have more rows than it has tokens.
+      if found.fingerprint != told or found.vocab_size > size:
         raise UserError(
           f"tokenizer {path} with vocabulary {found.vocab_size:,} is not the "
           f"one that the model in {folder} was trained with (vocabulary "

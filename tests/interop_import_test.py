@@ -391,7 +391,9 @@ def test_hugging_face_folder_is_imported_with_its_tokenizer(run, tmp_path):
   byte_tokenizer(tmp_path / "m" / "tokenizer.json")
   out = run("import", tmp_path / "m", tmp_path / "w", "--json")
   assert out["format"] == "huggingface llama"
-  assert set(out["files"]) == {"config.json", "model.safetensors"}
+  assert set(out["files"]) == {
+    "config.json", "model.safetensors", "tokenizer.json"
+  }
   assert "257 ids, the embedding 260 rows" in out["notes"][0]
   model = saved.load(tmp_path / "w")
   assert model.config == config and model.tokenizer.vocab_size == 257

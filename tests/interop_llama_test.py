@@ -599,6 +599,8 @@ def test_weights_are_cast_once_and_stored_in_order(tmp_path):
       stored[name], tensors[name].astype(kind).astype(np.float32)
     )
     assert stored.keys() == tensors.keys()
+  modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+  assert len(modes) == 1  # safetensors alone would be private
 
 
 def test_writer_refuses_what_a_reader_would_misread(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 from taperjax import saved
+from taperjax.data.tokenizer import Tokenizer
 from taperjax.errors import UserError
 
 
@@ -56,12 +57,26 @@ def read(
   if tokenizer is not None:
     from taperjax.data import tokenizer as tokenizer_lib
 
-    model = model.replace(tokenizer=tokenizer_lib.load_tokenizer(tokenizer))
+    found = tokenizer_lib.load_tokenizer(tokenizer)
+    model = _with_tokenizer(model, found, pathlib.Path(tokenizer))
   elif kind != "gguf":
     from taperjax.interop import tokenizer_files
 
-    model = model.replace(tokenizer=tokenizer_files.from_hf_folder(path))
+    found = tokenizer_files.from_hf_folder(path)
+    model = _with_tokenizer(model, found, path / "tokenizer.json")
   return _checked(model, path)
+
+
+def _with_tokenizer(
+  model: saved.Model, tokenizer: Tokenizer | None, path: pathlib.Path
+) -> saved.Model:
+  """The model with its tokenizer, whose file is among those of the source."""
+  from taperjax.interop import hf_files
+
+  source = dict(model.meta["source"])
+  if tokenizer is not None and path.is_file():
+    source["files"] = {**source["files"], path.name: hf_files.sha256(path)}
+  return model.replace(tokenizer=tokenizer, meta={"source": source})
 
 
 def _checked(model: saved.Model, path: pathlib.Path) -> saved.Model:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -230,12 +231,14 @@ def write_folder(
   written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.numpy.save_file(
-      cast, folder / WEIGHTS, metadata={"format": "pt"}
-    )
     (folder / CONFIG).write_text(
       json.dumps(written, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )
+    safetensors.numpy.save_file(
+      cast, folder / WEIGHTS, metadata={"format": "pt"}
+    )
+    # The library lets the owner alone read it.
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
   except OSError as error:
     raise UserError(
       f"{folder} cannot be written ({error.strerror}); choose a writable folder"

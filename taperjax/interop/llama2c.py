@@ -65,9 +65,10 @@ def read(
   if (where := _tokenizer_path(path, tokenizer)) is not None:
     if where.suffix == ".bin":
       found = tokenizer_files.from_llama2c(where, config.vocab_size)
-      files[where.name] = hf_files.sha256(where)
     else:
       found = tokenizer_lib.load_tokenizer(where)
+    if where.is_file():
+      files[where.name] = hf_files.sha256(where)
   source = {
     "format": "llama2.c version 0",
     "files": files,
