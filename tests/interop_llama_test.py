@@ -318,6 +318,7 @@ REFUSED_CONFIGS = {
     {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
     "rope_parameters: rope type 'yarn'",
   ),
+  "type": ({"rope_scaling": {"type": []}}, r"rope type '\[\]' is not underst"),
   "two types": (
     {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
     "rope_scaling has two types",

@@ -327,7 +327,8 @@ def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _scaling(key: str, group: Mapping[str, Any]) -> RopeScaling | None:
   """One of the two groups; every key in it is understood or refused."""
-  kinds = {group[k] for k in ("type", "rope_type") if k in group} or {"default"}
+  told = [str(group[k]) for k in ("type", "rope_type") if k in group]
+  kinds = set(told or ["default"])
   if len(kinds) > 1:
     raise UserError(f"{key} has two types, {sorted(kinds)}; leave one")
   kind = kinds.pop()
