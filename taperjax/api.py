@@ -249,15 +249,17 @@ def generate(
     seed=seed,
     window=window,
   )
-  return [model.tokenizer.decode(row) for row in ids]
+  return [
+    model.tokenizer.decode(row, continues=bool(prompt))
+    for prompt, row in zip(prompts, ids, strict=True)
+  ]
 
 
 def encode_prompts(model: Model, prompts: Sequence[str]) -> list[list[int]]:
-  """Ids of each prompt; end-of-text, which begins a new one, if it is empty."""
+  """Ids of each prompt; what begins a text if it is empty."""
   if model.tokenizer is None:
     raise UserError("this model has no tokenizer; use generate_ids with ids")
-  rows = model.tokenizer.encode_batch(list(prompts))
-  return [row or [model.tokenizer.eos_id] for row in rows]
+  return [model.tokenizer.encode_prompt(prompt) for prompt in prompts]
 
 
 def generate_ids(

@@ -470,12 +470,13 @@ class Run:
       seed=self.seed,
       stop_ids=(tokenizer.eos_id,),
     )
-    return config.eval.prompt + tokenizer.decode(ids[0])
+    text = config.eval.prompt
+    return text + tokenizer.decode(ids[0], continues=bool(text))
 
   def _prompt(self) -> list[int]:
-    """Ids of the prompt of sampled stories; end-of-text if it is empty."""
+    """Ids of the prompt of sampled stories; never empty."""
     config, tokenizer = self.config, self.data.tokenizer
-    prompt = tokenizer.encode(config.eval.prompt) or [tokenizer.eos_id]
+    prompt = tokenizer.encode_prompt(config.eval.prompt)
     if len(prompt) >= config.context_len:
       raise UserError(
         f"eval.prompt={config.eval.prompt!r} of {len(prompt)} tokens leaves no "

@@ -354,16 +354,15 @@ def test_smollm2_is_read_as_transformers_reads_it(test_data):
   length = max(map(len, rows))
 
   @jax.jit
-  def log_probs(ids_1L):
-    logits_1LV = Transformer(found.config).apply(
-      {"params": found.params}, ids_1L
-    )[0]
+  def log_probs(params, ids_1L):
+    variables = {"params": params}
+    logits_1LV = Transformer(found.config).apply(variables, ids_1L)[0]
     return jax.nn.log_softmax(logits_1LV)
 
   def ours(row):
     ids_1L = np.zeros((1, length), np.int32)
     ids_1L[0, : len(row)] = row
-    return np.asarray(log_probs(ids_1L))[0, : len(row)]
+    return np.asarray(log_probs(found.params, ids_1L))[0, : len(row)]
 
   prompt = found.tokenizer.encode("The capital of France is")
   paris = np.exp(ours(prompt)[-1, found.tokenizer.encode(" Paris")[0]])
