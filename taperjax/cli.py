@@ -469,7 +469,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
   model = api.load(args.model, args.step)
   tokenizer = _need_tokenizer(model)
   prompts = args.prompt or [""]
-  ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+  ids = api.encode_prompts(model, prompts)
   options = {
     "max_new": args.max_new,
     "gate": args.gate,
