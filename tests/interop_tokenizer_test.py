@@ -355,6 +355,24 @@ def test_wrong_ends_of_a_hugging_face_folder_are_told(tmp_path, files, match):
     tokenizer_files.from_hf_folder(tmp_path)
 
 
+def test_post_processor_that_ends_texts_is_refused(tmp_path):
+  """Beginnings of text are kept as adds_bos; no model here saw other ids."""
+  hf_folder(tmp_path)
+  path = tmp_path / "tokenizer.json"
+  model = tokenizers.Tokenizer.from_file(str(path))
+  for template, adds in [("<|im_start|> $A", True), ("$A <|im_start|>", None)]:
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+      single=template, special_tokens=[("<|im_start|>", 1)]
+    )
+    path.write_text(model.to_str())
+    (tmp_path / "config.json").write_text('{"bos_token_id": 1}')
+    if adds:
+      assert tokenizer_files.from_hf_folder(tmp_path).adds_bos
+    else:
+      with pytest.raises(UserError, match="its post-processor makes"):
+        tokenizer_files.from_hf_folder(tmp_path)
+
+
 def test_folder_without_a_tokenizer_json_has_none(tmp_path):
   assert tokenizer_files.from_hf_folder(tmp_path) is None
 

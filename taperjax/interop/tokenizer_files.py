@@ -239,17 +239,15 @@ def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
   known by their names. `adds_bos` is what the post-processor does.
 
   Raises:
-    UserError: a damaged file, or an end that the vocabulary does not have.
+    UserError: a damaged file, an end that the vocabulary does not have, or a
+      post-processor that does more.
   """
-  import tokenizers
-
   folder = pathlib.Path(folder)
   path = folder / "tokenizer.json"
   if not path.is_file():
     return None
   definition = path.read_bytes()
-  bare = HFTokenizer(definition, path, {"eos_id": 0, "bos_id": None})
-  model = tokenizers.Tokenizer.from_buffer(bare.definition)
+  model = HFTokenizer(definition, path, {"eos_id": 0, "bos_id": None})._model
   names = _read_json(folder / "tokenizer_config.json")
   told = {}
   for end in ("bos", "eos"):
@@ -273,10 +271,15 @@ def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
         told[f"{end}_id"] = token
         break
   found = HFTokenizer(definition, path, told)
-  start = model.encode("a", add_special_tokens=True).ids
-  if start[1:] == found.encode("a") and start[0] == found.bos_id:
+  ids, plain = model.encode("a", add_special_tokens=True).ids, found.encode("a")
+  if ids == plain:
+    return found
+  if ids == [found.bos_id, *plain]:
     return HFTokenizer(definition, path, told | {"adds_bos": True})
-  return found
+  raise UserError(
+    f"{path}: its post-processor makes {ids} of the ids {plain}, but only a "
+    "beginning of text in front is supported; change the post-processor"
+  )
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -545,10 +548,10 @@ def _cannot(what: str) -> UserError:
 
 
 def _byte_level_gguf(parts: dict) -> dict[str, Any]:
-  pre = _pre_steps(parts["pre_tokenizer"])
+  pre = _pre_steps(parts.get("pre_tokenizer"))
   names = [name for name, steps in _PRE.items() if _steps(steps) == pre]
   model = parts["model"]
-  if parts["normalizer"] is not None:
+  if parts.get("normalizer") is not None:
     raise _cannot("a normalizer")
   if model["type"] != "BPE" or not names:
     raise _cannot(f"another way of cutting text than {', '.join(_PRE)}")
@@ -608,10 +611,10 @@ def _token_table(parts: dict) -> tuple[list[str], list[int]]:
 def _merged_gguf(parts: dict) -> dict[str, Any]:
   """Of merges that SentencePiece's scores bring about."""
   model = parts["model"]
-  blank, prefix = _blank(parts["normalizer"])
+  blank, prefix = _blank(parts.get("normalizer"))
   if model["type"] != "BPE" or not model.get("byte_fallback"):
     raise _cannot("no BPE with byte fallback")
-  if parts["pre_tokenizer"] is not None:
+  if parts.get("pre_tokenizer") is not None:
     raise _cannot(f"a pre-tokenizer, {parts['pre_tokenizer']['type']}")
   tokens, kinds = _token_table(parts)
   if USER in kinds:
