@@ -52,7 +52,10 @@ _NO_EFFECT = re.compile(
   r"|output_hidden_states|output_attentions|return_dict|torchscript"
   r"|use_bfloat16|is_decoder|chunk_size_feed_forward|do_sample|num_beams"
   r"|temperature|top_[kp]|max_length|min_length|repetition_penalty"
-  r"|no_repeat_ngram_size|length_penalty|early_stopping|num_return_sequences"
+  r"|(encoder_)?no_repeat_ngram_size|length_penalty|early_stopping"
+  r"|num_return_sequences|num_beam_groups|diversity_penalty|typical_p"
+  r"|return_dict_in_generate|output_scores|remove_invalid_values"
+  r"|tf_legacy_loss|tie_encoder_decoder|_num_labels|predict_special_tokens"
 )
 
 

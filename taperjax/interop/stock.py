@@ -159,8 +159,8 @@ def ballast(
   A larger C hides the stream better, but what stays behind where a root is off
   by an ulp (GPUs) grows with it, and so does float32's grid under the means.
   Errors are 1 / (2 B) and 2 B ulp^2 for B = nb C^2 / |x|^2. So C is chosen for
-  B = 2^26, with |x|^2 = d / c^2 at the last internal norm, for c is 1 / r there:
-  tokens 30 times as large or a fifth as large still have errors below 1e-5.
+  B = 2^26, with |x|^2 = d / c^2 at the last internal norm, where c is 1 / r:
+  tokens 30 times as large, or half as large, still have errors below 1e-5.
 
   Args:
     params, c, config: as in `stock_form`; the final norm is not tapered.
