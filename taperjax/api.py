@@ -351,6 +351,12 @@ def evaluate(
   return evaluate_batches(model, batches, gate=gate)
 
 
+def _id_bytes(model: Model) -> np.ndarray:
+  """Bytes of each id; rows of a padded embedding stand for no text."""
+  lengths = model.tokenizer.id_bytes()
+  return np.pad(lengths, (0, model.config.vocab_size - len(lengths)))
+
+
 def evaluate_batches(
   model: Model, batches: evaluation.Batches, *, gate: float | None = None
 ) -> dict[str, float | int | None]:
@@ -369,5 +375,5 @@ def evaluate_batches(
     checked(),
     c=jnp.asarray(model.c),
     gate=_gate_argument(gate),
-    id_bytes=None if tokenizer is None else tokenizer.id_bytes(),
+    id_bytes=None if tokenizer is None else _id_bytes(model),
   )

@@ -113,6 +113,11 @@ class Run:
       workdir / "checkpoints", log=say
     )
     meta = None if overwrite else self._saved_meta()
+    if meta and "config" not in meta:
+      raise UserError(
+        f"workdir={workdir} holds an imported model; choose another --workdir, "
+        f"and start from it with --config.init.checkpoint={workdir}"
+      )
     if meta:  # before any data are made for a run that will not go on
       # A tokenizer from a file tells its vocabulary later.
       vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]

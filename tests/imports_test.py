@@ -22,7 +22,7 @@ ROWS = [
     "evaluation", "lora",
   },
   {"model", "workdir"},
-  {"state", "folding", "decode"},
+  {"state", "folding", "decode", "ranges"},
   {"step", "checkpoint"},
   {"saved"},
   {"interop"},

@@ -1,0 +1,336 @@
+"""Exports: verified in the target's reader, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from taperjax import cli, saved
+from taperjax.data import tokenizer as tokenizer_lib
+from taperjax.errors import UserError
+from taperjax.interop import exporting, verify
+from tests import runs, tiny
+
+SHAPES = {
+  "rms": {"num_kv_heads": 1},
+  "layer": {
+    "norm": "layer",
+    "positions": "learned",
+    "mlp": "gelu_tanh",
+    "biases": ("q", "k", "v", "o", "up", "down"),
+  },
+}
+MODES = {
+  "baseline": ("norm", "norm"),
+  "internal": ("taper", "norm"),
+  "final": ("norm", "taper"),
+  "all": ("taper", "taper"),
+}
+
+
+def make(norm="rms", mode="all", seed=0, **changes):
+  """A small model at gate 0 that reads bytes; 96 positions."""
+  internal, final = MODES[mode]
+  config = tiny.model_config(
+    **{
+      **SHAPES[norm],
+      "internal_norm": internal,
+      "final_norm": final,
+      "vocab_size": 257,
+      "context_len": 96,
+      **changes,
+    }
+  )
+  return saved.Model(
+    params=tiny.params(config, seed),
+    config=config,
+    c=tiny.c(config),
+    gate=0.0 if config.tapered_sites else 1.0,
+    tokenizer=tokenizer_lib.ByteTokenizer(),
+    step=10,
+    meta={"commit": "abc"},
+  )
+
+
+def rows(count=8, length=48):
+  text = (" one day a small dog went to the red tree and sat." * 20).encode()
+  return np.frombuffer(text[: count * length], np.uint8).reshape(
+    count, length
+  ).astype(np.int32)
+
+
+def export(model, to, out, **options):
+  return exporting.export(
+    model, to, out, tokens_BL=rows(), text="a story", **options
+  )
+
+
+def readers(to):
+  """Skips where the reader of a format is not there."""
+  packages = {
+    "hf": ("transformers",),
+    "stablehlo": ("flatbuffers",),
+    "gguf": ("gguf",),
+    "transformer-lens": ("transformer_lens",),
+    "safetensors": (),
+  }
+  for package in packages[to]:
+    pytest.importorskip(package)
+
+
+CASES = [
+  *[("hf", norm, mode) for norm in SHAPES for mode in MODES if mode != "final"],
+  *[("stablehlo", "rms", mode) for mode in ("baseline", "final", "all")],
+  *[("safetensors", "layer", mode) for mode in MODES],
+  *[("gguf", "rms", mode) for mode in ("baseline", "internal", "all")],
+  *[("transformer-lens", "rms", mode) for mode in ("internal", "all")],
+]
+
+
+@pytest.mark.parametrize("to, norm, mode", CASES)
+def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, tmp_path):
+  """Within the bounds of the issue, float32 and bfloat16, 384 positions."""
+  readers(to)
+  biases = {"biases": ("q", "k", "v")} if to == "hf" and norm == "rms" else {}
+  report = export(make(norm, mode, **biases), to, tmp_path / "out")
+  assert json.loads((tmp_path / "out" / exporting.REPORT).read_text()) == report
+  assert report["positions"] == 384
+  bound = 1e-3 if (to, norm, mode) == ("hf", "layer", "internal") else 1e-4
+  exact, kept = report["float32"], report["stored"]
+  assert exact["max_abs_delta_logit"] <= bound * max(1.0, exact["logit_std"])
+  assert 0.2 < exact["logit_std"] < 20
+  assert exact["top1"] > 0.99
+  assert kept["dtype"] == "bfloat16"
+  # Rounding must show, or the float32 file was compared twice.
+  assert kept["max_abs_delta_logit"] > 10 * exact["max_abs_delta_logit"]
+  assert len(report["residuals"]["largest_by_layer"]) == tiny.N
+  assert report["residuals"]["float16_margin"] > 0
+  if to == "hf":
+    assert report["greedy"]["same_ids"]
+    assert report["tokenizer"]["same_ids"]
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+  page = (tmp_path / "out" / "README.md").read_text()
+  assert f"{exact['max_abs_delta_logit']:.2g}" in page
+
+
+@pytest.mark.parametrize("norm", SHAPES)
+def test_remote_code_gives_our_logits(norm, tmp_path):
+  pytest.importorskip("transformers")
+  for mode in ("internal", "final", "all"):
+    report = export(
+      make(norm, mode), "hf", tmp_path / mode, remote_code=True
+    )
+    assert report["greedy"]["same_ids"]
+    assert report["form"] == "folded"
+
+
+def test_an_export_above_its_bound_fails_and_leaves_nothing(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(verify, "BOUND", 0.0)
+  with pytest.raises(UserError, match="max_abs_delta_logit=.* above its bound"):
+    export(make(), "stablehlo", tmp_path / "out")
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path, monkeypatch):
+  first = export(make(), "safetensors", tmp_path / "out", dtype="float32")
+  monkeypatch.setattr(verify, "BOUND", -1.0)
+  with pytest.raises(UserError, match="above its bound"):
+    export(make(seed=1), "safetensors", tmp_path / "out")
+  kept = json.loads((tmp_path / "out" / exporting.REPORT).read_text())
+  assert kept == first
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_stored_dtype_that_breaks_the_model_fails(tmp_path, monkeypatch):
+  monkeypatch.setattr(verify, "STORED_KL_BOUND", 0.0)
+  with pytest.raises(UserError, match=r"kl=.* in bfloat16, .* above its bound"):
+    export(make(), "safetensors", tmp_path / "out")
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_reader_is_said_and_no_figure_is_made_up(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, "flatbuffers", None)
+  monkeypatch.setattr(exporting.stablehlo, "write", lambda *a, **k: None)
+  report = export(make(), "stablehlo", tmp_path / "out")
+  assert report["float32"] == {
+    "reader": None, "reason": "flatbuffers is not installed"
+  }
+  assert "not compared" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+  "change, options, message",
+  [
+    ({"gate": 0.4}, {}, "gate=0.4 at step 10: an export holds the model at"),
+    ({}, {"to": "hf", "dtype": "float16"}, "dtype=float16: the huge_eps form"),
+  ],
+)
+def test_refusals_are_one_line_and_leave_nothing(
+  change, options, message, tmp_path
+):
+  with pytest.raises(UserError, match=message):
+    export(
+      make().replace(**change), out=tmp_path / "out",
+      **{"to": "safetensors", **options},
+    )
+  assert not list(tmp_path.iterdir())
+
+
+def test_stock_formats_refuse_a_final_taper_alone_and_a_folded_model(tmp_path):
+  from taperjax import folding
+
+  with pytest.raises(UserError, match="one eps for all norms"):
+    export(make(mode="final"), "hf", tmp_path / "out")
+  model = make()
+  params, config = folding.fold(model.params, model.c, model.config)
+  folded = model.replace(params=params, config=config)
+  with pytest.raises(UserError, match="export the unfolded checkpoint"):
+    export(folded, "hf", tmp_path / "out")
+  assert export(folded, "safetensors", tmp_path / "out")["form"] == "folded"
+
+
+def test_a_folder_that_is_no_export_is_left_alone(tmp_path):
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out" / "thesis.txt").write_text("mine")
+  with pytest.raises(UserError, match="'thesis.txt' and no verification.json"):
+    export(make(), "safetensors", tmp_path / "out")
+  assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+def test_too_short_a_text_is_refused(tmp_path):
+  with pytest.raises(UserError, match="gives 288 positions, but"):
+    exporting.export(
+      make(), "safetensors", tmp_path / "out", tokens_BL=rows(6), text="a.txt"
+    )
+
+
+def test_transformers_loads_an_export_without_taperjax(tmp_path):
+  """In a new process that cannot import it, tokenizer included."""
+  pytest.importorskip("transformers")
+  export(make(), "hf", tmp_path / "out")
+  code = (
+    "import sys\n"
+    "sys.modules['taperjax'] = None\n"
+    "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    "folder = sys.argv[1]\n"
+    "model = AutoModelForCausalLM.from_pretrained(folder, dtype='auto')\n"
+    "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+    "ids = tokenizer('Once upon', return_tensors='pt')\n"
+    "print(type(model).__name__, model.dtype, ids['input_ids'].tolist())\n"
+    "print(model.generate(**ids, max_new_tokens=5).shape)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code, str(tmp_path / "out")],
+    capture_output=True, text=True,
+    env={**os.environ, "HF_HUB_OFFLINE": "1"},
+  )
+  assert done.returncode == 0, done.stderr
+  assert "LlamaForCausalLM torch.bfloat16 [[79, 110, 99" in done.stdout
+
+
+def test_an_untouched_import_is_held_against_its_source(tmp_path):
+  """The NumPy pass knows the file's own layout, so no mistake can hide."""
+  from taperjax import interop
+
+  data = os.environ.get("TAPERJAX_TEST_DATA")
+  if not data:
+    pytest.skip("TAPERJAX_TEST_DATA is not set: no stories260K")
+  model = interop.read(pathlib.Path(data) / "stories260K")
+  text = (pathlib.Path(data) / "tinystories" / "valid.txt").read_text()
+  ids = np.asarray(model.tokenizer.encode(text[:4000])[:600], np.int32)
+  report = exporting.export(
+    model, "safetensors", tmp_path / "out",
+    tokens_BL=ids.reshape(5, 120), text="stories",
+  )
+  assert report["source"]["reader"] == "a forward pass in NumPy"
+  assert report["source"]["max_abs_delta_logit"] < 1e-4 * max(
+    1, report["source"]["logit_std"]
+  )
+  # Rows of q of one layer in another order: what a wrong permutation does.
+  broken = {**model.params, "block_2": {**model.params["block_2"]}}
+  attn = {**broken["block_2"]["attn"]}
+  attn["q"] = {"kernel": np.asarray(attn["q"]["kernel"])[:, :, ::-1]}
+  broken["block_2"]["attn"] = attn
+  with pytest.raises(UserError, match="between the imported model and its"):
+    exporting.export(
+      model.replace(params=broken), "safetensors", tmp_path / "other",
+      tokens_BL=ids.reshape(5, 120), text="stories",
+    )
+
+
+def test_compare_is_right_on_a_case_done_by_hand():
+  want = np.log(np.float32([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]]))
+  got = np.log(np.float32([[[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]]))
+  found = verify.compare(want, got)
+  assert found["max_abs_delta_logit"] == pytest.approx(np.log(2), rel=1e-6)
+  assert found["mean_abs_delta_logit"] == pytest.approx(np.log(2) / 3, rel=1e-6)
+  assert found["kl"] == pytest.approx(0.25 * np.log(2) / 2, rel=1e-5)
+  assert found["top1"] == 0.5
+  assert np.isnan(verify.compare(want, got * np.nan)["max_abs_delta_logit"])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  return runs.shared_root(tmp_path_factory)
+
+
+def command(*arguments):
+  """(exit code, output, errors) of the command line."""
+  def run():
+    try:
+      cli.main([str(a) for a in arguments])
+    except SystemExit as error:
+      return error.code
+    return 0
+
+  return runs.quiet(run)
+
+
+def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
+  pytest.importorskip("transformers")
+  run = runs.tapered(root)
+  code, out, err = command(
+    "export", run, "--to", "safetensors", "--out", tmp_path / "bare", "--json"
+  )
+  assert code == 0, err
+  report = json.loads(out)
+  assert report["positions"] >= 300
+  assert report["text"] == "the run's validation text"
+  code, out, err = command(
+    "export", run, runs.baseline(root), "--matrix", "--out", tmp_path / "all"
+  )
+  assert code == 0, err
+  assert "| tapered | hf | huge_eps | transformers" in out
+  assert "| baseline | hf | plain | transformers" in out
+  found = json.loads((tmp_path / "all" / "matrix.json").read_text())
+  assert len(found) == 2 * len(exporting.COLUMNS)
+  assert (tmp_path / "all" / "tapered" / "stablehlo" / "runner.py").exists()
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ([], "give either --to FORMAT"),
+    (["--to", "hf", "--matrix"], "give either --to FORMAT"),
+    (["--to", "gguf", "--remote-code"], "--remote-code is of --to hf alone"),
+    (["--to", "hf", "--weights", "constants"], "--weights=constants is of"),
+    (["other", "--to", "hf"], "several models need --matrix"),
+    (["--to", "onnx"], "invalid choice: 'onnx'"),
+  ],
+)
+def test_mistakes_in_export_are_one_line(arguments, message):
+  code, out, err = command("export", "nowhere", *arguments)
+  assert code == 2
+  assert message in err
+  assert err.count("\n") == 1
+  assert not out
