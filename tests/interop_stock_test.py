@@ -42,7 +42,8 @@ KINDS = {
     {"tied": False, "biases": ("q", "k", "v", "o", "up", "down", "head")},
   ),
   "gpt2, no biases, grouped": (
-    tiny.gpt2_config, {"num_kv_heads": 1, "biases": ()}
+    tiny.gpt2_config,
+    {"num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "biases": ()},
   ),
 }
 
