@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taperjax import decode
+from taperjax import attention, decode
 from taperjax.errors import UserError
 from taperjax.interop import stablehlo
 from tests import lively, tiny
@@ -134,7 +134,15 @@ def test_a_folded_model_has_no_norm_in_its_graph(step, dtype):
   assert len(sums_of_the_stream(text)) == 2 * tiny.N + 1
 
 
-def test_artifacts_are_for_cpu_and_cuda_and_call_no_library(tmp_path):
+def test_artifacts_are_for_cpu_and_cuda_and_call_no_library(
+  tmp_path, monkeypatch
+):
+  """Nor may they hold a branch that was chosen for this machine."""
+
+  def refuse(*_):
+    raise AssertionError("causal_attention asks for the backend")
+
+  monkeypatch.setattr(attention, "causal_attention", refuse)
   params, config = lively.model(CONFIGS["all"])
   stablehlo.write(tmp_path, params, config, dtype="bfloat16")
   for name in ("prefill", "decode"):
@@ -178,6 +186,8 @@ def test_mistakes_are_told(tmp_path, monkeypatch):
     stablehlo.write(
       tmp_path, params, config, dtype="float32", weights="none"
     )
+  with pytest.raises(UserError, match="dtype=float16: .*use bfloat16"):
+    stablehlo.write(tmp_path, params, config, dtype="float16")
   monkeypatch.setattr(stablehlo, "MAX_CONSTANTS", 1000)
   with pytest.raises(UserError, match="use weights=arguments"):
     stablehlo.write(

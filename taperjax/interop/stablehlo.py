@@ -54,6 +54,11 @@ def export(
   bare.refuse_tapers(config)
   if weights not in FORMS:
     raise UserError(f"weights={weights!r} is not one of {', '.join(FORMS)}")
+  if dtype == "float16":
+    raise UserError(
+      "dtype=float16: jax has no float16 attention for cpu, one of the "
+      "platforms; use bfloat16 or float32"
+    )
   flat, config = bare.flatten(params, config)
   config = config.replace(compute_dtype=dtype)
   tensors = bare.cast(flat, dtype)
@@ -162,8 +167,8 @@ def write(
     `files`, `platforms` and `weights`, for a report.
 
   Raises:
-    UserError: flatbuffers is not installed; a tapered model; weights beyond
-      the dtype, or too large for constants.
+    UserError: flatbuffers is not installed; a tapered model; float16; weights
+      too large for constants.
   """
   try:
     import flatbuffers  # noqa: F401 (jax needs it to serialize)
