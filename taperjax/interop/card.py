@@ -29,9 +29,12 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER{trust}, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```""",
   "transformer-lens": """```python
-import runpy
+import sys
 
-model = runpy.run_path("FOLDER/loader.py")["load"]("FOLDER")
+sys.path.append("FOLDER")
+from load_taperjax import load
+
+model = load("FOLDER")
 ```""",
   "stablehlo": "`python runner.py FOLDER 32 5,7,9` continues token ids.",
   "safetensors": "`model.json` names every tensor and the forward pass.",

@@ -203,6 +203,9 @@ def export(
     else:
       check.rename(part)
       report["stored"] = report["float32"]
+    if to == "transformer-lens":
+      whole = part if dtype == "float32" else check
+      report["attribution"] = _compare_attribution(whole, want_BLV, tokens_BL)
     report["source"] = _compare_source(model, want_BLV, tokens_BL)
     if model.tokenizer is not None:
       if to != "gguf":
@@ -296,6 +299,22 @@ def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
   return {
     "reader": reader, **errors, "bound": {"max_abs_delta_logit": most}
   }
+
+
+def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
+  """The parts of the stream sum to the logits, as a linear path must."""
+  try:
+    found = verify.attribution(folder, tokens_BL, want_BLV)
+  except verify.Missing as missing:
+    return {"reader": None, "reason": str(missing)}
+  most = verify.BOUND * max(1.0, float(np.mean(want_BLV.std(axis=-1))))
+  if not found["attribution_error"] <= most:
+    raise UserError(
+      f"attribution_error={found['attribution_error']:.3g}: the parts of the "
+      f"stream do not sum to the logits within {most:.3g}; nothing was "
+      "written: the stream of this model is too large for float32"
+    )
+  return {**found, "bound": {"attribution_error": most}}
 
 
 def _compare_ids(folder, model, tokens_BL) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from taperjax.errors import UserError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Buffers of old GPT-2 files, which the layout skips after a look at them.
+MASK = r"\.attn\.(masked_)?bias$"
 HEAD = "lm_head.weight"
 # As safetensors names them, and as config.json does.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -170,7 +173,8 @@ def _read_tensors(
         )
     for name in names:
       kind = file.get_slice(name).get_dtype()
-      if kind not in DTYPES:
+      mask = kind in ("BOOL", "U8") and re.search(MASK, name)
+      if kind not in DTYPES and not mask:
         raise UserError(
           f"{path}: tensor {name!r} has dtype {kind}; understood are "
           f"{', '.join(DTYPES)}: convert it to one of them"

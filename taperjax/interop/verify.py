@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import json
 import pathlib
-import runpy
 import sys
 import tempfile
 import unittest.mock
@@ -24,6 +24,7 @@ import numpy as np
 from taperjax import model as model_lib, saved
 from taperjax.config import ModelConfig
 from taperjax.errors import UserError
+from taperjax.interop import transformer_lens
 
 # Largest |delta logit| in float32, for a logit standard deviation of 1; larger
 # logits have a bound in proportion. 1e-4 is a tenth of what the mistakes give
@@ -211,18 +212,38 @@ def hf_token_ids(folder: pathlib.Path, texts: list[str]) -> list[list[int]]:
 def transformer_lens_logits(
   folder: pathlib.Path, tokens_BL: np.ndarray
 ) -> tuple[np.ndarray, str]:
-  """(logits, reader) of TransformerLens through the loader in the folder."""
-  with _needs("torch"), _needs("transformer_lens"):
-    import torch
-    import transformer_lens  # noqa: F401
-  with torch.no_grad():
-    load = runpy.run_path(str(folder / "loader.py"))["load"]
-    bridge = load(str(folder))
+  """(logits, reader) of TransformerLens, in the dtype of the file."""
+  with _lens() as torch:
+    page = json.loads((folder / transformer_lens.PAGE).read_text())
+    bridge = transformer_lens.load(
+      folder,
+      dtype=getattr(torch, page["dtype"]),
+      n_ctx=np.shape(tokens_BL)[1],
+    )
     rows = [
       bridge(torch.tensor(row_L[None]))[0].float().numpy()
       for row_L in np.asarray(tokens_BL, np.int64)
     ]
   return np.stack(rows), version("transformer-lens")
+
+
+def attribution(
+  folder: pathlib.Path, tokens_BL: np.ndarray, want_BLV: np.ndarray
+) -> dict[str, Any]:
+  """Whether direct logit attribution sums to the logits; one row is enough."""
+  with _lens():
+    found = transformer_lens.check(folder, tokens_BL[:1], want_BLV[:1])
+  names = ("attribution_error", "stream_error", "components", "has_norm")
+  return {name: found[name] for name in names}
+
+
+@contextlib.contextmanager
+def _lens():
+  with _needs("torch"), _needs("transformer_lens"):
+    import torch
+    import transformer_lens as _  # noqa: F401
+  with torch.no_grad():
+    yield torch
 
 
 def stablehlo_logits(
