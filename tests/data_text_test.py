@@ -89,7 +89,7 @@ def test_missing_path_folder_and_column_are_told(tmp_path):
   with pytest.raises(UserError, match=r"no\.txt does not exist; give"):
     list(text.iter_documents(tmp_path / "no.txt"))
   (tmp_path / "d.txt").mkdir()
-  with pytest.raises(UserError, match="is not a .txt"):
+  with pytest.raises(UserError, match="is a folder with no text files"):
     text.file_source(tmp_path / "d.txt")
   table = pyarrow.table({"story": ["a"]})
   pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -149,3 +149,56 @@ def test_real_text_gives_all_its_stories(test_data):
   assert len(documents) == 1221
   written = "".join(f"{d}\n<|endoftext|>\n" for d in documents)
   assert written.encode() == path.read_bytes()
+
+
+def saved_dataset(folder, texts, rows=2):
+  """A folder as `datasets` writes it with save_to_disk: arrow streams."""
+  import pyarrow
+
+  folder.mkdir()
+  (folder / "state.json").write_text("{}")
+  (folder / "dataset_info.json").write_text("{}")
+  for i in range(0, len(texts), rows):
+    table = pyarrow.table({"text": texts[i : i + rows], "n": [1] * rows})
+    name = folder / f"data-{i:05}-of-00002.arrow"
+    with pyarrow.ipc.new_stream(str(name), table.schema) as writer:
+      writer.write_table(table)
+  return folder
+
+
+def test_a_saved_dataset_is_read_file_after_file(tmp_path):
+  folder = saved_dataset(tmp_path / "set", ["a", "b\n", "c", "d"])
+  assert list(text.iter_documents(folder)) == ["a", "b\n", "c", "d"]
+  source = text.file_source(folder)
+  assert [p.suffix for p in source.files] == [".arrow", ".arrow"]
+  before = source.identity({})["source_sha256"]
+  source.files[1].write_bytes(source.files[0].read_bytes())
+  assert source.identity({})["source_sha256"] != before
+
+
+def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path):
+  for name in ("b", "a"):
+    (tmp_path / f"{name}.txt").write_text(f"{name}1\n<|endoftext|>\n{name}2")
+  (tmp_path / "README.md").write_text("no text of ours")
+  assert list(text.iter_documents(tmp_path)) == ["a1", "a2", "b1", "b2"]
+
+
+def test_folders_that_are_no_one_text_are_told_in_one_line(tmp_path):
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(UserError, match="is a folder with no text files"):
+    text.file_source(tmp_path / "empty")
+  (tmp_path / "empty" / "a.txt").write_text("x")
+  (tmp_path / "empty" / "b.jsonl").write_text("{}")
+  with pytest.raises(UserError, match="files of .jsonl and .txt; give one"):
+    text.file_source(tmp_path / "empty")
+  splits = tmp_path / "splits"
+  saved_dataset(tmp_path / "set", ["a", "b"]).rename(tmp_path / "train")
+  splits.mkdir()
+  (tmp_path / "train").rename(splits / "train")
+  (splits / "dataset_dict.json").write_text("{}")
+  with pytest.raises(UserError, match="holds the splits train; give one of"):
+    text.file_source(splits)
+  path = next((splits / "train").glob("*.arrow"))
+  path.write_bytes(path.read_bytes()[:100])
+  with pytest.raises(UserError, match="cannot be read as arrow"):
+    list(text.iter_documents(splits / "train"))

@@ -1,4 +1,4 @@
-"""Documents from .txt, .jsonl and .parquet files, one string each."""
+"""Documents from .txt, .jsonl and .parquet files, or a folder of these."""
 
 from __future__ import annotations
 
@@ -41,10 +41,38 @@ class Source:
 
 
 def file_source(path: str | os.PathLike) -> Source:
-  """The source that is one local file."""
+  """The source that is one local file or folder."""
   path = pathlib.Path(path)
-  _reader(path)
-  return Source(str(path), (path,), lambda: iter_documents(path))
+  return Source(str(path), files_of(path), lambda: iter_documents(path))
+
+
+def files_of(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+  """The file itself, or the files of a folder in the order of their names.
+
+  A folder is one that `datasets` has saved (`save_to_disk`: .arrow files), or
+  one with .txt, .jsonl or .parquet files of one kind.
+
+  Raises:
+    UserError: as `iter_documents`.
+  """
+  if not path.is_dir():
+    _reader(path)
+    return (path,)
+  if (path / "dataset_dict.json").exists():
+    parts = sorted(p.name for p in path.iterdir() if p.is_dir())
+    raise UserError(
+      f"data={path} holds the splits {', '.join(parts)}; give one of them, for "
+      f"example {path / 'train'}"
+    )
+  found = sorted(p for p in path.iterdir() if p.suffix in _READERS)
+  kinds = sorted({p.suffix for p in found})
+  if len(kinds) != 1:
+    fault = f"files of {' and '.join(kinds)}" if kinds else "no text files"
+    raise UserError(
+      f"data={path} is a folder with {fault}; give one with files of one kind, "
+      f"of {', '.join(_READERS)}"
+    )
+  return tuple(found)
 
 
 def iter_documents(path: str | os.PathLike) -> Iterator[str]:
@@ -52,8 +80,9 @@ def iter_documents(path: str | os.PathLike) -> Iterator[str]:
 
   .txt: documents are separated by `<|endoftext|>`, and line breaks next to
   the separator or the ends of the file belong to neither; a file without a
-  separator is one document. .jsonl: the field "text" of each line. .parquet:
-  the column "text".
+  separator is one document. .jsonl: the field "text" of each line. .parquet
+  and .arrow (of a folder that `datasets` has saved): the column "text". The
+  files of a folder follow one another by name.
 
   Raises:
     UserError: no such file, unknown suffix, no documents, a binary file, or
@@ -62,10 +91,11 @@ def iter_documents(path: str | os.PathLike) -> Iterator[str]:
   path = pathlib.Path(path)
   found = False
   try:
-    for document in _reader(path)(path):
-      if document:
-        found = True
-        yield document
+    for part in files_of(path):
+      for document in _reader(part)(part):
+        if document:
+          found = True
+          yield document
   except OSError as error:
     raise UserError(
       f"data={str(path)[:200]} cannot be read ({error.strerror}); give a file "
@@ -83,13 +113,12 @@ def _reader(path: pathlib.Path) -> Callable[[pathlib.Path], Iterator[str]]:
       f"data={path} does not exist; give the path of a .txt, .jsonl or "
       ".parquet file."
     )
-  reader = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-  if path.suffix not in reader or not path.is_file():
+  if path.suffix not in _READERS or not path.is_file():
     raise UserError(
       f"data={path} is not a .txt, .jsonl or .parquet file; convert it to one "
       "of these."
     )
-  return reader[path.suffix]
+  return _READERS[path.suffix]
 
 
 def _decode(path: pathlib.Path, raw: bytes, offset: int) -> str:
@@ -153,31 +182,58 @@ def _read_parquet(path: pathlib.Path) -> Iterator[str]:
   try:
     file = pyarrow.parquet.ParquetFile(path)
   except (pyarrow.ArrowException, OSError) as error:
-    raise _bad_parquet(path, error) from error
+    raise _damaged(path, "parquet", error) from error
   with file:
-    names = file.schema_arrow.names
-    if names.count("text") != 1:
-      raise UserError(
-        f'data={path} has not one column "text", but {", ".join(names)}; '
-        "rename the column that holds the text."
-      )
-    kind = file.schema_arrow.field("text").type
-    if pyarrow.types.is_dictionary(kind):
-      kind = kind.value_type
-    if str(kind) not in ("string", "large_string", "string_view"):
-      raise UserError(
-        f'data={path} has a column "text" of {kind}, not of strings; convert '
-        "it to strings."
-      )
+    _check_column(path, file.schema_arrow)
     try:
       for batch in file.iter_batches(batch_size=1024, columns=["text"]):
         yield from (text for text in batch.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-      raise _bad_parquet(path, error) from error
+      raise _damaged(path, "parquet", error) from error
 
 
-def _bad_parquet(path: pathlib.Path, error: Exception) -> UserError:
+def _read_arrow(path: pathlib.Path) -> Iterator[str]:
+  import pyarrow
+
+  try:
+    with pyarrow.memory_map(str(path)) as file:
+      batches = pyarrow.ipc.open_stream(file)
+      _check_column(path, batches.schema)
+      for batch in batches:
+        yield from (text for text in batch["text"].to_pylist() if text)
+  except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    raise _damaged(path, "arrow", error) from error
+
+
+def _check_column(path: pathlib.Path, schema) -> None:
+  """Raises unless there is one column "text", of strings."""
+  import pyarrow
+
+  if schema.names.count("text") != 1:
+    raise UserError(
+      f'data={path} has not one column "text", but {", ".join(schema.names)}; '
+      "rename the column that holds the text."
+    )
+  kind = schema.field("text").type
+  if pyarrow.types.is_dictionary(kind):
+    kind = kind.value_type
+  if str(kind) not in ("string", "large_string", "string_view"):
+    raise UserError(
+      f'data={path} has a column "text" of {kind}, not of strings; convert '
+      "it to strings."
+    )
+
+
+def _damaged(path: pathlib.Path, kind: str, error: Exception) -> UserError:
   return UserError(
-    f"data={path} cannot be read as parquet ({type(error).__name__}); "
+    f"data={path} cannot be read as {kind} ({type(error).__name__}); "
     "the file is damaged or of another kind: make it anew."
   )
+
+
+_READERS = {
+  ".txt": _read_txt,
+  ".jsonl": _read_jsonl,
+  ".parquet": _read_parquet,
+  ".arrow": _read_arrow,
+}
