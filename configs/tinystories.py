@@ -3,7 +3,8 @@
   python train.py --config configs/tinystories.py:30m,internal_aux
 
 Argument: SIZE,VARIANT. Sizes 1m, 3m, 9m, 30m; variants baseline, internal,
-internal_aux, final, all, all_aux. With the defaults the official text is
+internal_aux, final, all, all_aux; and vanilla (baseline by another name) and
+fakeln (Baroni et al. 2025). With the defaults the official text is
 downloaded (2 GB); `--config.data.train=FILE --config.data.valid=FILE` takes
 local files instead. Everything but the variant is identical between the
 variants of one size; [U] marks what the paper does not say. The full runs of
@@ -59,6 +60,17 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   t.end = 1.0  # share of the steps: g = 0 at the last one
   t.ema_rate = config_dict.placeholder(float)  # None: 0.01, short runs 0.1
   t.scale_loss_weight = 0.1  # lambda; appendix C
+
+  # variant=fakeln: hard cuts, Baroni et al. 2025, in steps. Values of their
+  # GPT-2 small, for fine-tuning; a run from scratch starts far later.
+  c.fakeln = f = config_dict.ConfigDict()
+  f.start = 20  # last step before the first cut
+  f.gap_mlp = 2  # between the cuts of two MLP norms; then
+  f.gap_qk = 2  # of two attention norms for q and k; then
+  f.gap_v = 3  # for v; then the final norm
+  f.eot_after = 2  # then end-of-text tokens are like others; then
+  f.position0_after = 10  # position 0 is
+  f.momentum = 0.9  # weight of the old running mean
 
   c.optimizer = o = config_dict.ConfigDict()
   o.learning_rate = 3e-4  # peak; section 5.1

@@ -49,7 +49,10 @@ def init(
   params = jax.jit(model_lib.init_params, static_argnums=0)(
     config, jax.random.key(seed)
   )
-  c_S = np.zeros(2 * config.num_layers + 1, np.float32)
+  shape = 2 * config.num_layers + 1
+  if config.internal_norm == "fake":
+    shape = (3 * config.num_layers + 1, 3)
+  c_S = np.zeros(shape, np.float32)
   return Model(params, config, c_S, gate=1.0, tokenizer=tokenizer)
 
 
@@ -62,6 +65,13 @@ def check_gate(model: Model, gate: float | None) -> float:
         "it out"
       )
     return 1.0
+  if model.cutting:
+    if gate is not None:
+      raise UserError(
+        f"gate={gate:g} has no effect: the norms of a FakeLN run are cut one "
+        "by one; leave it out, or give a later step"
+      )
+    return model.gate
   gate = float(model.gate if gate is None else gate)
   if not 0.0 <= gate <= 1.0:
     raise UserError(
@@ -165,7 +175,7 @@ def calibrate(
   Returns:
     The model with c, at gate 0. `meta["scale_target"]` is the mean s(h).
   """
-  if not model.tapered:
+  if not model.config.tapered_sites:
     raise UserError(
       "nothing to calibrate: no norm of this model is tapered; set "
       "internal_norm or final_norm to 'taper' in its config"

@@ -17,9 +17,11 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from taperjax.errors import UserError
-from taperjax.gate import TaperSteps
+from taperjax.gate import CutSteps, TaperSteps, cut_steps
 
 # Table 1 of the paper: (internal norms taper, final norm tapers, scale loss).
+# vanilla is the baseline under the name that fine-tuning has for it; fakeln
+# cuts all its norms, without a taper, and has a scale loss of its own.
 VARIANTS = {
   "baseline": (False, False, False),
   "internal": (True, False, False),
@@ -27,6 +29,8 @@ VARIANTS = {
   "final": (False, True, False),
   "all": (True, True, False),
   "all_aux": (True, True, True),
+  "vanilla": (False, False, False),
+  "fakeln": (False, False, True),
 }
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 BIASES = ("q", "k", "v", "o", "gate", "up", "down", "head")
@@ -65,6 +69,13 @@ _EXAMPLES = _POSITIVE | {
   "taper.end": 1.0,
   "taper.ema_rate": 0.1,
   "taper.scale_loss_weight": 0.1,
+  "fakeln.start": 20,
+  "fakeln.gap_mlp": 2,
+  "fakeln.gap_qk": 2,
+  "fakeln.gap_v": 3,
+  "fakeln.eot_after": 2,
+  "fakeln.position0_after": 10,
+  "fakeln.momentum": 0.9,
   "optimizer.final_learning_rate": 0.0,
   "optimizer.warmup": 0.05,
   "optimizer.b1": 0.9,
@@ -106,12 +117,14 @@ class ModelConfig:
   scan_layers: bool
   # Set by `parse` from the fields outside `model`.
   norm: str  # "rms" or "layer"
-  internal_norm: str  # "norm", "taper" or "none" (folded)
+  # "norm", "taper", "none" (folded), or "fake" for all of a FakeLN run
+  internal_norm: str
   final_norm: str
   vocab_size: int
   context_len: int
   compute_dtype: str
   rope_scaling: RopeScaling | None = None  # of imported models
+  eot_id: int | None = None  # end of text, in a FakeLN run alone
 
   @property
   def residual_std(self) -> float:
@@ -146,6 +159,19 @@ class TaperConfig:
   end: float  # share of the steps from which the gate is 0
   ema_rate: float  # weight of the new sample
   scale_loss_weight: float  # lambda
+
+
+@dataclasses.dataclass(frozen=True)
+class FakelnConfig:
+  """Hard cuts of variant=fakeln, in steps; see `gate.cut_steps`."""
+
+  start: int  # last step before the first cut
+  gap_mlp: int  # between the cuts of MLP norms
+  gap_qk: int
+  gap_v: int
+  eot_after: int  # after the cut of the final norm
+  position0_after: int  # after the end of the end-of-text treatment
+  momentum: float  # weight of the old running mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,10 +238,20 @@ class Config:
   fold: FoldConfig
   init: InitConfig = InitConfig(None)  # defaults: runs saved before these were
   lora: LoraConfig = LoraConfig(0, 1.0, ())
+  fakeln: FakelnConfig = FakelnConfig(20, 2, 2, 3, 2, 10, 0.9)
 
   @property
   def tapers(self) -> bool:
     return any(VARIANTS[self.variant][:2])
+
+  @property
+  def cuts(self) -> bool:
+    return self.variant == "fakeln"
+
+  @property
+  def ends_without_norms(self) -> bool:
+    """Whether some norms are gone at the end, the gate being 0."""
+    return self.tapers or self.cuts
 
   @property
   def uses_scale_loss(self) -> bool:
@@ -230,17 +266,36 @@ class Config:
     return TaperSteps(start, round(self.taper.end * self.steps))
 
   @property
+  def cut_steps(self) -> CutSteps | None:
+    """The hard cuts of a FakeLN run, or None."""
+    if not self.cuts:
+      return None
+    f = self.fakeln
+    return cut_steps(
+      self.model.num_layers,
+      f.start,
+      f.gap_mlp,
+      f.gap_qk,
+      f.gap_v,
+      f.eot_after,
+      f.position0_after,
+    )
+
+  @property
   def warmup_steps(self) -> int:
     return round(self.optimizer.warmup * self.steps)
 
-  def with_vocab(self, vocab_size: int) -> Config:
+  def with_vocab(self, vocab_size: int, eot_id: int | None = None) -> Config:
     """The same run once the tokenizer is known.
 
-    A model that comes from a checkpoint keeps its own, maybe padded, size.
+    A model that comes from a checkpoint keeps its own, maybe padded, size. Only
+    FakeLN treats end-of-text tokens in a way of their own.
     """
-    if self.init.checkpoint is not None:
-      return self
-    model = self.model.replace(vocab_size=vocab_size)
+    model = self.model
+    if self.init.checkpoint is None:
+      model = model.replace(vocab_size=vocab_size)
+    if self.cuts:
+      model = model.replace(eot_id=eot_id)
     return dataclasses.replace(self, model=model)
 
 
@@ -272,6 +327,7 @@ _SET_BY_PARSE = {
   "context_len",
   "compute_dtype",
   "rope_scaling",
+  "eot_id",
 }
 
 
@@ -311,6 +367,8 @@ def parse(
   model["norm"] = _choice("norm", fields["norm"], ("rms", "layer"))
   model["internal_norm"] = "taper" if internal else "norm"
   model["final_norm"] = "taper" if final else "norm"
+  if variant == "fakeln":
+    model["internal_norm"] = model["final_norm"] = "fake"
   model["context_len"] = fields["context_len"]
   model["compute_dtype"] = _choice(
     "compute_dtype", fields["compute_dtype"], ("float32", "bfloat16")
@@ -655,6 +713,7 @@ def _check(config: Config) -> None:
         "(0,)"
       )
   _check_lora(config)
+  _check_fakeln(config)
   if not config.tapers:
     return
   if taper.end <= taper.start:
@@ -708,6 +767,48 @@ def _check_lora(config: Config) -> None:
         f"lora.targets names 'gate' with model.mlp={model.mlp}, which has no "
         "gate projection; remove it"
       )
+
+
+def _check_fakeln(config: Config) -> None:
+  cuts = config.fakeln
+  for name, least in (
+    ("start", 1),
+    ("gap_mlp", 0),
+    ("gap_qk", 0),
+    ("gap_v", 0),
+    ("eot_after", 0),
+    ("position0_after", 0),
+  ):
+    if (value := getattr(cuts, name)) < least:
+      raise UserError(
+        f"fakeln.{name}={value} must be at least {least}; it counts steps, for "
+        f"example {_EXAMPLES['fakeln.' + name]}"
+      )
+  if not 0 <= cuts.momentum < 1:
+    raise UserError(
+      f"fakeln.momentum={cuts.momentum} must be at least 0 and below 1; it is "
+      f"the weight of the old mean, for example {_EXAMPLES['fakeln.momentum']}"
+    )
+  if not config.cuts:
+    return
+  if config.lora.rank:
+    raise UserError(
+      f"lora.rank={config.lora.rank} with variant=fakeln: the cuts need every "
+      "weight to train; set lora.rank=0, or taper with adapters"
+    )
+  if config.context_len < 2:
+    raise UserError(
+      f"context_len={config.context_len} with variant=fakeln has no position "
+      "but 0, so no norm has an average; use 2 or more"
+    )
+  end = config.cut_steps.position0
+  if end >= config.steps:
+    raise UserError(
+      f"fakeln.start={cuts.start} with the gaps of {config.model.num_layers} "
+      f"layers puts the last cut after step {end}, and steps={config.steps}: "
+      f"it must come before the last step; set steps={end + 1} or more, or "
+      "lower fakeln.start or the gaps"
+    )
 
 
 def _check_data(data: DataConfig) -> None:

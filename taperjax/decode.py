@@ -281,6 +281,9 @@ def _round_up(length: int) -> int:
 def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
   params, config = model.unstack_layers(params, config)
   params = jax.tree.map(jnp.asarray, params)
+  if config.internal_norm == "fake":  # no gate: c tells what is cut
+    c = jnp.asarray(c, jnp.float32)
+    return _Decoder(params, config, jnp.float32(1.0), c, 1.0)
   if not config.tapered_sites:
     return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
   gate = float(gate)

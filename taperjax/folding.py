@@ -83,6 +83,11 @@ def check_config(config: ModelConfig) -> None:
   modes = (config.internal_norm, config.final_norm)
   if "taper" in modes:
     return
+  if "fake" in modes:
+    raise UserError(
+      "internal_norm=fake: the norms of this FakeLN run are not all cut, but "
+      "folding needs gate 0; finish the run, then fold"
+    )
   if "none" in modes:
     raise UserError(
       f"internal_norm={modes[0]} and final_norm={modes[1]}: this model is "

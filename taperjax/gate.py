@@ -54,6 +54,57 @@ def phase(step: int, taper: TaperSteps | None) -> str:
   return TAPER if step < taper.end else SCALE
 
 
+@dataclasses.dataclass(frozen=True)
+class CutSteps:
+  """Where the hard cuts of a FakeLN run lie, as last steps before each.
+
+  Attributes:
+    sites: last step with the real norm, by site in the order of
+      `fakeln.site_names`.
+    eot: last step with the special treatment of end-of-text tokens.
+    position0: the same for position 0; nothing is left to do after it.
+  """
+
+  sites: tuple[int, ...]
+  eot: int
+  position0: int
+
+
+def cut_steps(
+  num_layers: int,
+  start: int,
+  gap_mlp: int,
+  gap_qk: int,
+  gap_v: int,
+  eot_after: int,
+  position0_after: int,
+) -> CutSteps:
+  """The cuts in the order of Baroni et al., arXiv:2507.02559.
+
+  Block after block: all MLP norms, one every `gap_mlp` steps from `start`; then
+  the query and key input of all attention norms; then their value input; then
+  the final norm; then the two special treatments. All arguments but the first
+  are in steps.
+  """
+  qk = start + num_layers * gap_mlp
+  v = qk + num_layers * gap_qk
+  final = v + num_layers * gap_v
+  sites = []
+  for n in range(num_layers):
+    sites += [qk + n * gap_qk, v + n * gap_v, start + n * gap_mlp]
+  eot = final + eot_after
+  return CutSteps((*sites, final), eot, eot + position0_after)
+
+
+def cut_gate(step: jax.Array, cuts: CutSteps) -> jax.Array:
+  """Share of the cuts and endings that are still to come, at step k.
+
+  float32 scalar; exactly 1 before the first, exactly 0 after the last.
+  """
+  last = jnp.array((*cuts.sites, cuts.eot, cuts.position0))
+  return jnp.mean((step <= last).astype(jnp.float32))
+
+
 def learning_rate(
   peak: float, final: float, warmup_steps: int, total_steps: int
 ) -> optax.Schedule:

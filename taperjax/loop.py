@@ -33,6 +33,7 @@ from taperjax import (
   data as data_lib,
   decode,
   evaluation,
+  fakeln,
   gate as gate_lib,
   lora,
   metrics as metrics_lib,
@@ -121,7 +122,8 @@ class Run:
     if meta:  # before any data are made for a run that will not go on
       # A tokenizer from a file tells its vocabulary later.
       vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]
-      _check_same_config(config.with_vocab(vocab_size), meta["config"])
+      known = config.with_vocab(vocab_size, meta["model"].get("eot_id"))
+      _check_same_config(known, meta["config"])
     data = config.data
     tokenizer = data.tokenizer
     if tokenizer == "init":
@@ -137,7 +139,8 @@ class Run:
       log=say,
       expect=meta["data_hashes"] if meta else None,
     )
-    self.config = config.with_vocab(self.data.tokenizer.vocab_size)
+    tokenizer = self.data.tokenizer
+    self.config = config.with_vocab(tokenizer.vocab_size, tokenizer.eos_id)
     self.seed = self.config.seeds[0]
     self._check_lengths()
     if overwrite:  # only now: a mistake above must not cost the earlier run
@@ -290,6 +293,13 @@ class Run:
         f"gate 1 through step {steps.start}, then calibration, 0 from step "
         f"{steps.end}; EMA rate {config.taper.ema_rate:g}, scale loss {aux}"
       )
+    if (cuts := config.cut_steps) is not None:
+      lines.append(
+        f"{len(cuts.sites)} cuts after steps {min(cuts.sites)} to "
+        f"{max(cuts.sites)}; end of text is as other tokens after {cuts.eot}, "
+        f"position 0 after {cuts.position0}; scale loss "
+        f"{config.taper.scale_loss_weight:g}"
+      )
     for line in lines:
       say(line)
 
@@ -334,7 +344,7 @@ class Run:
       self.progress.update(k, **shown, tokens_per_s=self.rate.last)
       return
     steps = config.taper_steps
-    if steps is None or k <= steps.start:
+    if not config.cuts and (steps is None or k <= steps.start):
       values["scale_target"] = None  # does not exist before calibration
     count = sums["count"]
     for name in ("loss", "scale_loss", "clipped"):
@@ -364,6 +374,11 @@ class Run:
       remedy = (
         f"the taper started at step {steps.start}: raise "
         f"taper.start={config.taper.start:g} or steps, or {remedy}"
+      )
+    if config.cuts and k > config.fakeln.start:
+      remedy = (
+        f"the norms are cut after step {config.fakeln.start}: raise "
+        f"fakeln.start or the gaps, or {remedy}"
       )
     raise UserError(
       f"{bad}={values[bad]} at step {k} is not finite, training stops; "
@@ -420,19 +435,20 @@ class Run:
     Returns:
       The validation loss at the current gate.
     """
-    k, gate, tapers = int(state.step), float(state.gate), self.config.tapers
+    k, gate = int(state.step), float(state.gate)
+    tapers, cuts = self.config.tapers, self.config.cuts
     steps = self.config.taper_steps
     calibrated = tapers and k >= steps.start
     fixed = gate in (0.0, 1.0)
     params = self._plain(state)
-    now = self._loss(params, state.taper.c, gate if fixed else state.gate)
+    # The norms of a FakeLN run ask c alone: one program serves all its gates.
+    now_at = 1.0 if cuts else gate if fixed else state.gate
+    now = self._loss(params, state.taper.c, now_at)
     values = {"valid_loss": now["loss"], "gate": gate}
-    if not tapers:
+    if not tapers and not cuts or gate == 0.0:
       values["valid_loss_g0"] = now["loss"]
     elif not calibrated:
       values["valid_loss_g0"] = None  # g = 0 does not exist before calibration
-    elif gate == 0.0:
-      values["valid_loss_g0"] = now["loss"]
     else:
       # Far from gate 0 a model need not hold there: training goes on.
       at_zero = self._loss(params, state.taper.c, 0.0)["loss"]
@@ -441,12 +457,14 @@ class Run:
       values[name] = now[name]
     self._check_finite(k, values)
     at = 0.0 if calibrated else 1.0  # the paper evaluates at gate 0
+    if cuts:
+      at = gate
     values["sample"] = self._sample(
       params, self.config.model, at, state.taper.c
     )
     self.metrics.write(k, values, "eval")
     text = f"step {k}: validation loss {now['loss']:.4f}"
-    if tapers:
+    if tapers or cuts:
       text += f" at gate {gate:.3g}"
     if calibrated and gate > 0.0:
       at_zero = values["valid_loss_g0"]
@@ -454,7 +472,9 @@ class Run:
       text += " at gate 0"
     say(text, self.progress)
     if k < self.config.steps:  # the last sample is that of the closing table
-      label = f"  sample at gate {at:g}: " if tapers else "  sample: "
+      label = "  sample: "
+      if tapers or cuts:
+        label = f"  sample at gate {at:.3g}: "
       say(wrap_sample(label, values["sample"]), self.progress)
     self.final_valid = now
     return now["loss"]
@@ -499,7 +519,7 @@ class Run:
     if not _all_finite((state.params, state.opt_state, state.taper)):
       self._check_finite(k, {"update": math.nan})
     # Only checkpoints at the final gate compete for best.
-    competes = not self.config.tapers or float(state.gate) == 0.0
+    competes = not self.config.ends_without_norms or float(state.gate) == 0.0
     self.checkpoints.save(
       k,
       state,
@@ -533,15 +553,23 @@ class Run:
 
   def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
     """Folds, compares, measures decoding, writes and prints the summary."""
-    config = self.config
-    tapers = config.tapers
+    config, model_config = self.config, self.config.model
+    tapers = config.ends_without_norms
     final_gate = float(state.gate)
     workdir_lib.check_there(self.workdir)
     params = self._plain(state)
     valid = self.final_valid
     if valid is None:  # resumed after the last step: its record is there
-      valid = self._loss(params, state.taper.c, final_gate)
+      at = 1.0 if config.cuts else final_gate  # as in `_evaluate`
+      valid = self._loss(params, state.taper.c, at)
     total, taper_gains = model.count_params(params)
+    if tapers and final_gate > 0.0:
+      raise AssertionError("the last step of a tapered run has gate 0")
+    c = state.taper.c
+    if config.cuts:
+      params, c, model_config = fakeln.to_taper(
+        *jax.device_get((params, c)), model_config
+      )
     summary = {
       "variant": config.variant,
       "norm": config.norm,
@@ -561,12 +589,10 @@ class Run:
       "scale_target": float(state.taper.scale_target) if tapers else None,
       "mean_scale": valid["mean_scale"],
       "logit_norm": valid["logit_norm"],
-      "c": saved.site_factors(config.model, state.taper.c),
+      "c": saved.site_factors(model_config, c),
       "fold": None,
     }
-    if tapers and final_gate > 0.0:
-      raise AssertionError("the last step of a tapered run has gate 0")
-    last = (params, config.model, final_gate, state.taper.c)
+    last = (params, model_config, final_gate, c)
     forms = {"unfolded": last}
     if tapers:
       say("folding, and comparing with the unfolded model")
@@ -574,8 +600,8 @@ class Run:
         self.workdir / "folded",
         saved.Model(
           params=jax.device_get(params),
-          config=config.model,
-          c=jax.device_get(state.taper.c),
+          config=model_config,
+          c=jax.device_get(c),
           gate=final_gate,
           tokenizer=self.data.tokenizer,
           step=int(state.step),

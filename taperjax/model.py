@@ -74,17 +74,18 @@ class Attention(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BLD, position_BL, cache):
+  def __call__(self, x_BLD, value_BLD, position_BL, cache):
+    """value_BLD is what v reads: x_BLD itself but in a FakeLN run."""
     cfg = self.config
     dtype = jnp.dtype(cfg.compute_dtype)
 
-    def project(name, heads):
+    def project(name, heads, x_BLD):
       shape, bias = (heads, cfg.head_dim), name in cfg.biases
       return Linear(shape, 1, bias, cfg.init_std, dtype, name=name)(x_BLD)
 
-    q_BLHK = project("q", cfg.num_heads)
-    k_BLGK = project("k", cfg.num_kv_heads)
-    v_BLGK = project("v", cfg.num_kv_heads)
+    q_BLHK = project("q", cfg.num_heads, x_BLD)
+    k_BLGK = project("k", cfg.num_kv_heads, x_BLD)
+    v_BLGK = project("v", cfg.num_kv_heads, value_BLD)
     if cfg.positions == "rope":
       frequency_R = attention.frequencies(
         cfg.rope_theta, cfg.rotary_dim, cfg.rope_scaling
@@ -131,17 +132,26 @@ class Block(nn.Module):
   phase: str
 
   @nn.compact
-  def __call__(self, h_BLD, c_2, cache, gate, position_BL, mask_BL):
+  def __call__(self, h_BLD, c, cache, gate, position_BL, mask_BL, kind_BL):
     cfg = self.config
 
-    def norm(name):
+    def norm(name, h_BLD, i):
       mode, eps = cfg.internal_norm, cfg.norm_eps
-      return norms.Norm(cfg.norm, mode, eps, self.phase, name=name)
+      if mode == "fake":  # c is (3, 3): for q and k, for v, for the MLP
+        site = norms.FakeNorm(cfg.norm, eps, name=name)
+        c_R3 = c[:2] if name == "attn_norm" else c[2:]
+        outs, sums_2 = site(h_BLD, c_R3, kind_BL, mask_BL)
+        return outs[0], outs[-1], sums_2
+      site = norms.Norm(cfg.norm, mode, eps, self.phase, name=name)
+      x_BLD, sums_2 = site(h_BLD, gate, c[i], mask_BL)
+      return x_BLD, x_BLD, sums_2
 
-    x_BLD, attn_sums_2 = norm("attn_norm")(h_BLD, gate, c_2[0], mask_BL)
-    out_BLD, cache = Attention(cfg, name="attn")(x_BLD, position_BL, cache)
+    x_BLD, value_BLD, attn_sums_2 = norm("attn_norm", h_BLD, 0)
+    out_BLD, cache = Attention(cfg, name="attn")(
+      x_BLD, value_BLD, position_BL, cache
+    )
     h_BLD = h_BLD + out_BLD
-    x_BLD, mlp_sums_2 = norm("mlp_norm")(h_BLD, gate, c_2[1], mask_BL)
+    x_BLD, _, mlp_sums_2 = norm("mlp_norm", h_BLD, 1)
     h_BLD = h_BLD + MLP(cfg, name="mlp")(x_BLD)
     return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache)
 
@@ -169,9 +179,10 @@ class Transformer(nn.Module):
       tokens_BL: token ids, int32.
       gate: g of every tapered norm. A Python 1.0 or 0.0 builds one branch
         only; an array builds both. Ignored by a model without tapers.
-      c: calibrated factors by site, (S,); needed where gate is not 1.0.
+      c: calibrated factors by site, (S,); needed where gate is not 1.0. Of a
+        FakeLN run (3 N + 1, 3), see `fakeln.FakeState`, and always needed.
       mask_BL: weight of each token; when given, the norm phase collects the
-        calibration sums.
+        calibration sums, a FakeLN run sums of s(h).
       cache: keys and values of earlier tokens, from `init_cache`.
       position_BL: positions of the tokens; 0..L-1 when left out.
       output: "logits" (float32), or "hidden" for the input of the head.
@@ -179,15 +190,18 @@ class Transformer(nn.Module):
     Returns:
       logits_BLV or hidden_BLD, and a dict: `scale_BL`, s(h) of the stream
       before the final norm, float32 (paper section 3.5: r for RMSNorm, sigma
-      for LayerNorm); `sums_S2`, calibration sums by site; `cache`.
+      for LayerNorm); `sums_S2`, sums by site; `cache`; `weight_BL2`, of a
+      FakeLN run with a mask: weights of regular tokens and of position 0.
     """
     cfg = self.config
     tapers = "taper" in (cfg.internal_norm, cfg.final_norm)
+    fake = cfg.internal_norm == "fake"  # and the final norm, too
     phase = norms.phase_of(gate if tapers else 1.0)
     if c is None:
-      if phase != gate_lib.NORM:
+      if phase != gate_lib.NORM or fake and not self.is_initializing():
         raise ValueError("a tapered model needs c where the gate is below 1")
-      c = jnp.zeros((2 * cfg.num_layers + 1,), jnp.float32)
+      shape = (3 * cfg.num_layers + 1, 3) if fake else (2 * cfg.num_layers + 1,)
+      c = jnp.zeros(shape, jnp.float32)
     if position_BL is None:
       steps_L = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)
       position_BL = jnp.broadcast_to(steps_L[None, :], tokens_BL.shape)
@@ -209,7 +223,16 @@ class Transformer(nn.Module):
         name="position_embed",
       )(position_BL)
 
-    c_N2, c_final = c[:-1].reshape(cfg.num_layers, 2), c[-1]
+    c_N, c_final = c[:-1].reshape(cfg.num_layers, -1, *c.shape[1:]), c[-1]
+    kind_BL = weight_BL2 = None
+    if fake:
+      kind_BL = norms.token_kinds(tokens_BL, position_BL, cfg.eot_id)
+      if mask_BL is not None:
+        kinds_2 = jnp.arange(2)
+        weight_BL2 = mask_BL[..., None] * (
+          kind_BL[..., None] == kinds_2[None, None, :]
+        )
+        mask_BL = weight_BL2
     if cfg.scan_layers:
       if cache is not None:
         raise ValueError("decoding runs unrolled: use unstack_layers first")
@@ -217,11 +240,11 @@ class Transformer(nn.Module):
         Block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+        in_axes=(0, *[nn.broadcast] * 5),
         length=cfg.num_layers,
       )(cfg, phase, name="blocks")
       h_BLD, (sums_N22, _) = blocks(
-        h_BLD, c_N2, None, gate, position_BL, mask_BL
+        h_BLD, c_N, None, gate, position_BL, mask_BL, kind_BL
       )
       caches = None
     else:
@@ -230,7 +253,7 @@ class Transformer(nn.Module):
         block = Block(cfg, phase, name=f"block_{n}")
         past = None if cache is None else cache[n]
         h_BLD, (sums_22, past) = block(
-          h_BLD, c_N2[n], past, gate, position_BL, mask_BL
+          h_BLD, c_N[n], past, gate, position_BL, mask_BL, kind_BL
         )
         sums.append(sums_22)
         caches.append(past)
@@ -239,11 +262,18 @@ class Transformer(nn.Module):
 
     measure = norms.rms_scale if cfg.norm == "rms" else norms.layer_scale
     scale_BL = measure(h_BLD, cfg.norm_eps)[..., 0]
-    h_BLD, final_sums_2 = norms.Norm(
-      cfg.norm, cfg.final_norm, cfg.norm_eps, phase, name="final_norm"
-    )(h_BLD, gate, c_final, mask_BL)
+    if fake:
+      site = norms.FakeNorm(cfg.norm, cfg.norm_eps, name="final_norm")
+      outs, final_sums_2 = site(h_BLD, c_final[None, :], kind_BL, mask_BL)
+      h_BLD = outs[0]
+    else:
+      h_BLD, final_sums_2 = norms.Norm(
+        cfg.norm, cfg.final_norm, cfg.norm_eps, phase, name="final_norm"
+      )(h_BLD, gate, c_final, mask_BL)
     sums_S2 = jnp.concatenate([sums_N22.reshape(-1, 2), final_sums_2[None, :]])
     aux = {"scale_BL": scale_BL, "sums_S2": sums_S2, "cache": caches}
+    if fake:
+      aux["weight_BL2"] = weight_BL2
     if not cfg.tied:
       head = Linear(
         (cfg.vocab_size,), 1, "head" in cfg.biases, cfg.init_std, dtype,

@@ -165,6 +165,73 @@ def phase_of(gate: float | jax.Array) -> str:
   return gate_lib.TAPER
 
 
+def token_kinds(
+  tokens_BL: jax.Array, position_BL: jax.Array, eot_id: int | None
+) -> jax.Array:
+  """0 for a regular token, 1 at position 0, 2 for end of text; int32 (B, L)."""
+  kind_BL = jnp.zeros(tokens_BL.shape, jnp.int32)
+  if eot_id is not None:
+    kind_BL = jnp.where(tokens_BL == eot_id, 2, kind_BL)
+  return jnp.where(position_BL == 0, 1, kind_BL)
+
+
+class FakeNorm(nn.Module):
+  """A norm whose divisor is real, or frozen, for each input that it serves.
+
+  Source: Baroni et al., arXiv:2507.02559: (h - mean) / s gamma + beta with s
+  the standard deviation of the token, or a constant. RMSNorm likewise with
+  r(h) and without mean and beta is ours.
+
+  Attributes:
+    kind: "rms" or "layer". eps: inside the root.
+  """
+
+  kind: str
+  eps: float
+
+  @nn.compact
+  def __call__(
+    self,
+    h_BLD: jax.Array,
+    c_R3: jax.Array,
+    kind_BL: jax.Array,
+    weight_BL2: jax.Array | None,
+  ) -> tuple[list[jax.Array], jax.Array]:
+    """Runs the norm once for each of its R readers.
+
+    Args:
+      h_BLD: residual stream.
+      c_R3: 1 / s by reader and kind of token, 0 where the norm is real.
+      kind_BL: from `token_kinds`.
+      weight_BL2: weights of regular tokens and of position 0, or None.
+
+    Returns:
+      R streams, and the two weighted sums of s(h) over tokens, float32 (2,),
+      zero without weights and without gradient.
+    """
+    width = h_BLD.shape[-1]
+    scale_D = self.param("scale", nn.initializers.ones, (width,))
+    x_BLD = h_BLD.astype(jnp.float32)
+    if self.kind == "layer":
+      bias_D = self.param("bias", nn.initializers.zeros, (width,))
+      x_BLD = center(h_BLD)
+    s_BL1 = rms_scale(x_BLD, self.eps)
+    sums_2 = jnp.zeros((2,), jnp.float32)
+    if weight_BL2 is not None:
+      sums_2 = jnp.sum(
+        weight_BL2 * jax.lax.stop_gradient(s_BL1), axis=(0, 1)
+      )
+    outs = []
+    for c_3 in c_R3:
+      c_BL1 = c_3[kind_BL][..., None]
+      unit_BLD = x_BLD * jnp.where(c_BL1 > 0, c_BL1, 1.0 / s_BL1)
+      out_BLD = unit_BLD * scale_D[None, None, :]
+      if self.kind == "layer":
+        out_BLD = out_BLD + bias_D[None, None, :]
+      outs.append(out_BLD.astype(h_BLD.dtype))
+    return outs, sums_2
+
+
 class Norm(nn.Module):
   """One norm site: plain, tapered, or absent after folding.
 

@@ -17,6 +17,7 @@ from taperjax import (
   calibration,
   checkpoint,
   config as config_lib,
+  fakeln,
   folding,
   lora,
   model as model_lib,
@@ -37,7 +38,8 @@ class Model:
   Attributes:
     params: parameter tree, float32.
     config: its shape; modes "none" where norms are folded.
-    c: calibrated factors by site, (S,); zeros before calibration.
+    c: calibrated factors by site, (S,); zeros before calibration. In the
+      middle of a FakeLN run (3 N + 1, 3), see `fakeln.FakeState`.
     gate: gate of the tapered norms; without effect where none is tapered.
     tokenizer: or None for a model that was made in memory without one.
     step: optimizer steps done.
@@ -64,7 +66,12 @@ class Model:
 
   @property
   def tapered(self) -> bool:
-    return bool(self.config.tapered_sites)
+    return bool(self.config.tapered_sites) or self.cutting
+
+  @property
+  def cutting(self) -> bool:
+    """Whether this is the middle of a FakeLN run."""
+    return self.config.internal_norm == "fake"
 
   @property
   def calibrated(self) -> bool:
@@ -85,7 +92,8 @@ def load(
     path: a workdir (its training checkpoints), WORKDIR/checkpoints,
       WORKDIR/folded, or one of these with a step at the end.
     step: the latest unless told; "best" is that of the lowest validation loss
-      (of a tapered run only steps at gate 0 compete).
+      (of a tapered run only steps at gate 0 compete). A FakeLN run whose cuts
+      are all made is opened as a tapered model at gate 0.
 
   Raises:
     UserError: no checkpoint there, or a damaged one.
@@ -105,10 +113,14 @@ def load(
   if lora.BRANCH in params:
     config = config_lib.config_from_dict(meta["config"])
     params = lora.merge(params, config.lora)
+  model_config = config_lib.model_from_dict(meta["model"])
+  c = tree["taper"]["c"]
+  if model_config.internal_norm == "fake" and meta["gate"] == 0.0:
+    params, c, model_config = fakeln.to_taper(params, c, model_config)
   return Model(
     params=params,
-    config=config_lib.model_from_dict(meta["model"]),
-    c=tree["taper"]["c"],
+    config=model_config,
+    c=c,
     gate=meta["gate"],
     tokenizer=_tokenizer(folder, meta),
     step=step,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from taperjax import calibration, gate, lora, model, optimizer
+from taperjax import calibration, fakeln, gate, lora, model, optimizer
 from taperjax.config import Config
 
 
@@ -20,7 +20,8 @@ class TrainState:
     params: float32 parameters; with adapters a branch more, see `lora`.
     opt_state: optax state.
     gate: gate of the last step, float32; 1 before the first.
-    taper: statistics, c and s_tgt; see `calibration.TaperState`.
+    taper: statistics, c and s_tgt; see `calibration.TaperState`, and
+      `fakeln.FakeState` of a FakeLN run.
     key: root of all randomness; folded with the step, never advanced.
   """
 
@@ -28,7 +29,7 @@ class TrainState:
   params: dict
   opt_state: optax.OptState
   gate: jax.Array
-  taper: calibration.TaperState
+  taper: calibration.TaperState | fakeln.FakeState
   key: jax.Array
 
 
@@ -71,9 +72,16 @@ def create(
     params=params,
     opt_state=make_tx(config).init(lora.split(params)[0]),
     gate=jnp.ones((), jnp.float32),
-    taper=calibration.init(2 * config.model.num_layers + 1),
+    taper=statistics(config),
     key=key,
   )
+
+
+def statistics(config: Config) -> calibration.TaperState | fakeln.FakeState:
+  """What a fresh run knows of its norms: nothing yet."""
+  if config.cuts:
+    return fakeln.init(config.model.num_layers)
+  return calibration.init(2 * config.model.num_layers + 1)
 
 
 def abstract(config: Config) -> TrainState:

@@ -13,6 +13,7 @@ import optax
 
 from taperjax import (
   calibration,
+  fakeln,
   gate as gate_lib,
   lora,
   losses,
@@ -61,7 +62,9 @@ def make_train_step(
   The gate is computed from the step, used, and put in the state. Statistics
   are collected in the norm phase of a tapered run, one sample for each step
   from the forward pass before the update. The scale loss joins the
-  cross-entropy in one backward pass, after taper start only.
+  cross-entropy in one backward pass, after taper start only. A FakeLN run has
+  one phase, with statistics and a scale loss from its first step: the cuts are
+  data of the step, so one program serves them all.
 
   Returns:
     step(state, tokens_BL1, mask_BL) -> (state, metrics): tokens hold
@@ -72,28 +75,36 @@ def make_train_step(
   tx = state_lib.make_tx(config)
   schedule = state_lib.make_schedule(config)
   taper_steps = config.taper_steps
-  collect = phase == gate_lib.NORM and config.tapers
+  cuts = config.cut_steps
+  collect = phase == gate_lib.NORM and config.ends_without_norms
   weight = 0.0
-  if phase != gate_lib.NORM and config.uses_scale_loss:
+  if config.uses_scale_loss and (cuts or phase != gate_lib.NORM):
     weight = config.taper.scale_loss_weight
 
   def train_step(state: TrainState, tokens_BL1, mask_BL):
     k = state.step + 1
     if phase == gate_lib.TAPER:
       gate = gate_lib.gate(k, taper_steps)
+    elif cuts:
+      gate = gate_lib.cut_gate(k, cuts)
     else:
       gate = 1.0 if phase == gate_lib.NORM else 0.0
     tokens = jnp.maximum(jnp.sum(mask_BL.astype(jnp.float32)), 1.0)
+    taper = state.taper
+    if cuts:
+      taper = taper.replace(c=fakeln.factors(taper.std, k, cuts))
 
     trained, frozen = lora.split(state.params)
 
     def loss_fn(trained, tokens_BL1, mask_BL):
       params = lora.merge(lora.join(trained, frozen), config.lora)
       nll, logit_norm, aux = _sums(
-        params, config.model, gate, state.taper.c, tokens_BL1, mask_BL, collect
+        params, config.model, gate, taper.c, tokens_BL1, mask_BL, collect
       )
       mask_BL = mask_BL.astype(jnp.float32)
-      target = state.taper.scale_target
+      target = taper.scale_target
+      if cuts:
+        target = fakeln.moving_target(aux["scale_BL"], aux["weight_BL2"])
       error = losses.scale_loss(aux["scale_BL"], target, mask_BL)
       means = {
         "loss": nll,
@@ -102,6 +113,9 @@ def make_train_step(
         "logit_norm": logit_norm,
         "sums_S2": aux["sums_S2"],
       }
+      if cuts:
+        means["scale_target"] = jnp.sum(mask_BL) * target
+        means["weight_2"] = jnp.sum(aux["weight_BL2"], axis=(0, 1))
       means = jax.tree.map(lambda x: x / tokens, means)
       total = means["loss"]
       if weight:
@@ -128,8 +142,19 @@ def make_train_step(
     updates, opt_state = tx.update(grads, state.opt_state, trained)
     params = lora.join(optax.apply_updates(trained, updates), frozen)
     sums_S2 = means.pop("sums_S2")
-    taper = state.taper
-    if collect:
+    if cuts:
+      taper = taper.replace(
+        std=fakeln.update(
+          taper.std,
+          sums_S2,
+          means.pop("weight_2"),
+          k,
+          cuts,
+          config.fakeln.momentum,
+        ),
+        scale_target=means["scale_target"],
+      )
+    elif collect:
       taper = calibration.update(
         taper,
         sums_S2[:, 0],
@@ -147,6 +172,9 @@ def make_train_step(
       "clipped": jnp.float32(grad_norm > config.optimizer.clip_norm),
       **{f"grad_norm_{k}": v for k, v in grad_norms(grads).items()},
     }
+    if cuts:
+      cut_P = fakeln.cut_sites(k, cuts)
+      metrics["cut"] = jnp.sum(cut_P.astype(jnp.float32))
     new = state.replace(
       step=k,
       params=params,

@@ -169,7 +169,7 @@ MESSAGES = [
   (
     {"variant": "internal_taper"},
     "variant='internal_taper' is not one of baseline, internal, "
-    "internal_aux, final, all, all_aux",
+    "internal_aux, final, all, all_aux, vanilla, fakeln",
   ),
   ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
   (
@@ -576,14 +576,15 @@ def test_configs_can_be_compared_and_cached():
 
 @pytest.mark.parametrize("size", configs.tinystories.WIDTHS)
 def test_the_tinystories_file_parses_for_every_variant_and_norm(size):
-  """Table 1 and 5; what is not the variant is the same in all six."""
+  """Table 1 and 5; what is not the variant is the same in all of them."""
   for norm in ("rms", "layer"):
     seen = []
     for variant, (internal, final, aux) in config_lib.VARIANTS.items():
       fields = get_config(f"{size},{variant}")
       fields.norm = norm
       config = config_lib.parse(fields)
-      name = {True: "taper", False: "norm"}
+      plain = "fake" if variant == "fakeln" else "norm"
+      name = {True: "taper", False: plain}
       assert config.model.internal_norm == name[internal]
       assert config.model.final_norm == name[final]
       assert config.model.norm == norm
@@ -596,7 +597,7 @@ def test_the_tinystories_file_parses_for_every_variant_and_norm(size):
       ):
         del group[field]
       seen.append(rest)
-    assert seen == [seen[0]] * 6
+    assert seen == [seen[0]] * 8
 
 
 def test_the_tinystories_file_names_the_sizes():

@@ -19,7 +19,7 @@ ROWS = [
   {"config", "norms", "metrics"},
   {
     "losses", "calibration", "attention", "optimizer", "data", "summary",
-    "evaluation", "lora",
+    "evaluation", "lora", "fakeln",
   },
   {"model", "workdir"},
   {"state", "folding", "decode", "ranges"},

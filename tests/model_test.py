@@ -60,8 +60,9 @@ def np_turn(x, theta, rotary_dim):
   return np.concatenate([pair.real, pair.imag, x[..., rotary_dim:]], -1)
 
 
-def np_attention(site, x, config):
-  q, k, v = (np_linear(site[name], x) for name in "qkv")
+def np_attention(site, x, config, value=None):
+  q, k = np_linear(site["q"], x), np_linear(site["k"], x)
+  v = np_linear(site["v"], x if value is None else value)
   if config.positions == "rope":
     q = np_turn(q, config.rope_theta, config.rotary_dim)
     k = np_turn(k, config.rope_theta, config.rotary_dim)

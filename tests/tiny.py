@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import calibration, config as config_lib, model, state
+from taperjax import config as config_lib, model, state
 from taperjax.config import Config, ModelConfig
 
 B, L, H, K, D, F, V = 3, 7, 2, 4, 8, 20, 31
@@ -127,6 +127,16 @@ def fields(**changes) -> dict:
     "fold": {"untie": True},
     "init": {"checkpoint": None},
     "lora": {"rank": 0, "alpha": 16.0, "targets": ("q", "v")},
+    # Cuts after steps 1 to 7, the treatments end after 8 and 9.
+    "fakeln": {
+      "start": 1,
+      "gap_mlp": 1,
+      "gap_qk": 1,
+      "gap_v": 1,
+      "eot_after": 1,
+      "position0_after": 1,
+      "momentum": 0.9,
+    },
   }
   for name, value in changes.items():
     group = config
@@ -190,7 +200,7 @@ def train_state(config: Config, seed: int = 0, **changes) -> state.TrainState:
     params=weights,
     opt_state=state.make_tx(config).init(weights),
     gate=jnp.ones((), jnp.float32),
-    taper=calibration.init(2 * config.model.num_layers + 1),
+    taper=state.statistics(config),
     key=jax.random.key(seed),
   )
   return fresh.replace(**changes)
