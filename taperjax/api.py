@@ -21,6 +21,7 @@ from taperjax import (
   folding,
   model as model_lib,
   step as step_lib,
+  tails,
 )
 from taperjax.config import ModelConfig
 from taperjax.data import windows
@@ -372,18 +373,68 @@ def evaluate_batches(
 ) -> dict[str, float | int | None]:
   """`evaluate` on batches of (tokens (B, L + 1), mask (B, L))."""
   gate = check_gate(model, gate)
-  tokenizer = model.tokenizer
-
-  def checked():
-    for tokens_BL1, mask_BL in batches:
-      _check_ids(model, tokens_BL1)
-      yield tokens_BL1, mask_BL
-
   return evaluation.evaluate(
     step_lib.make_eval_step(model.config),
     model.params,
-    checked(),
+    _checked(model, batches),
     c=jnp.asarray(model.c),
     gate=_gate_argument(gate),
-    id_bytes=None if tokenizer is None else _id_bytes(model),
+    id_bytes=None if model.tokenizer is None else _id_bytes(model),
   )
+
+
+def evaluate_tails(
+  model: Model,
+  batches: evaluation.Batches,
+  *,
+  gate: float | None = None,
+  reference: Model | None = None,
+) -> dict[str, Any]:
+  """`evaluate_batches` and all that a mean does not show; see `tails.evaluate`.
+
+  Args:
+    model, batches, gate: as for `evaluate_batches`.
+    reference: the model to compare the predictions with, at its own gate.
+
+  Raises:
+    UserError: the reference reads other ids, or shorter texts.
+  """
+
+  def side(model, gate=None):
+    gate = check_gate(model, gate)
+    return tails.Side(model.config, gate, model.params, model.c)
+
+  other = None if reference is None else side(reference)
+  return tails.evaluate(
+    side(model, gate),
+    _checked(model, batches, reference),
+    tokenizer=model.tokenizer,
+    id_bytes=None if model.tokenizer is None else _id_bytes(model),
+    reference=other,
+  )
+
+
+def _checked(model, batches, reference=None):
+  """The batches, if model and reference can read them."""
+  if reference is not None:
+    name = f"reference={reference.folder}"
+    sizes = [m.config.vocab_size for m in (model, reference)]
+    prints = {
+      m.tokenizer.fingerprint for m in (model, reference) if m.tokenizer
+    }
+    if sizes[0] != sizes[1] or len(prints) > 1:
+      raise UserError(
+        f"{name} with vocabulary {sizes[1]:,} has not the tokenizer of the "
+        f"model with vocabulary {sizes[0]:,}, so their predictions cannot be "
+        "compared; give a checkpoint that reads the same ids"
+      )
+  for tokens_BL1, mask_BL in batches:
+    _check_ids(model, tokens_BL1)
+    length = np.shape(tokens_BL1)[1] - 1
+    if reference is not None and length > reference.config.context_len:
+      raise UserError(
+        f"{name} has context_len={reference.config.context_len}, but the "
+        f"windows hold {length} tokens; give a reference of that context or "
+        "a longer one"
+      )
+    yield tokens_BL1, mask_BL

@@ -211,7 +211,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "gate of the tapered norms, 0 to 1; default the saved one"
     sub.add_argument("--gate", type=float, help=text)
 
-  sub = command("eval", _eval, "Loss and bits per byte of texts.", where)
+  text = "Loss of texts, its tails, and how large the model's numbers grow."
+  sub = command("eval", _eval, text, where)
   gate(sub)
   sub.add_argument(
     "--data",
@@ -223,6 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     "--per-document",
     action="store_true",
     help="begin-of-text before each document, each cut at the context",
+  )
+  sub.add_argument(
+    "--reference",
+    metavar="MODEL",
+    help="another model of the same tokenizer: the divergence to it",
   )
   sub.add_argument("--batch-size", type=int, default=16, help="windows")
   sub.add_argument(
@@ -340,12 +346,15 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
 
   _at_least_one(args, "batch_size", "max_windows")
   model = api.load(args.model, args.step)
+  reference = None if args.reference is None else api.load(args.reference)
   gate = api.check_gate(model, args.gate)
   shown = f", gate {gate:g}" if model.tapered else ""
   results = []
   for name, batches in _eval_texts(args, model):
     found = {"data": name}
-    found |= api.evaluate_batches(model, batches(), gate=args.gate)
+    found |= api.evaluate_tails(
+      model, batches(), gate=args.gate, reference=reference
+    )
     if model.calibrated and gate > 0.0:  # the paper evaluates at gate 0
       zero = api.evaluate_batches(model, batches(), gate=0.0)
       found["loss_g0"] = zero["loss"]
@@ -358,8 +367,78 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
         f"{name}: {found['loss']:.4f} nats per token{bits}{zero}  "
         f"({found['tokens']:,} tokens{shown})"
       )
-  gate = gate if model.tapered else None  # norms, or folded: there is none
-  return {"step": model.step, "gate": gate, "results": results}
+      _print_tails(found, args.reference)
+  spike = _train_spike(model)
+  if not args.json and spike is not None:
+    where = f", to {spike['loss']:.4f} at step {spike['step']:,}"
+    print(
+      f"largest rise of the training loss: {spike['rise']:.4f} nats"
+      + (where if spike["rise"] else "")
+    )
+  return {
+    "step": model.step,
+    "gate": gate if model.tapered else None,  # norms, or folded: there is none
+    "reference": args.reference,
+    "train_spike": spike,
+    "results": results,
+  }
+
+
+def _train_spike(model) -> dict[str, Any] | None:
+  """Of the run that made the model; an import or a bare folder has none."""
+  from taperjax import metrics, saved, tails
+
+  workdir = saved.workdir_of(model.folder)
+  path = None if workdir is None else workdir / "metrics.jsonl"
+  if path is None or not path.exists():
+    return None
+  return tails.train_spike(metrics.read_metrics(path), model.step)
+
+
+def _print_tails(found: dict[str, Any], reference: str | None) -> None:
+  """Figures and worst tokens of one text, as two tables."""
+  import numpy as np
+  from rich.console import Console
+  from rich.table import Table
+  from rich.text import Text
+
+  residuals = found["residuals"]
+  largest = residuals["largest_by_layer"]
+  n = int(np.argmax(largest))  # the first NaN, if there is one
+  figures = Table(show_header=False)
+  figures.add_column()
+  figures.add_column(justify="right")
+  rows = [
+    ("loss of a token, median", f"{found['median']:.4f}"),
+    ("loss of a token, 99.9th percentile", f"{found['p99_9']:.4f}"),
+    ("entropy of the predictions", f"{found['entropy']:.4f}"),
+    ("calibration error, 15 bins", f"{found['calibration_error']:.4f}"),
+    (
+      f"largest |residual|, behind block {n} of 0..{len(largest) - 1}",
+      f"{largest[n]:.4g}",
+    ),
+    ("margin to float16 overflow", f"x {residuals['float16_margin']:.4g}"),
+  ]
+  if reference is not None:
+    rows.insert(4, (f"divergence to {reference}", f"{found['jsd']:.4g}"))
+  for name, value in rows:
+    figures.add_row(Text(name), value)
+  worst = Table(title="the worst tokens")
+  for name in ("nats", "window", "position", "token", "after"):
+    number = name in ("nats", "window", "position")
+    worst.add_column(name, justify="right" if number else "left")
+  for token in found["worst"]:
+    worst.add_row(
+      f"{token['nll']:.2f}",
+      f"{token['window']:,}",
+      f"{token['position']:,}",
+      Text(repr(token["token"]) if token["token"] else f"id {token['id']}"),
+      Text(repr(token["before"][-24:])),
+    )
+  console = Console()
+  with console.capture() as printed:  # print() knows a closed pipe
+    console.print(figures, worst)
+  print(printed.get(), end="")
 
 
 def _eval_texts(args, model) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -389,8 +468,10 @@ def _eval_texts(args, model) -> Iterator[tuple[str, Callable[[], Any]]]:
   shape["max_windows"] = args.max_windows
   if not args.data:
     ids = saved.valid_tokens(model)
-    if args.max_windows is None:  # those of the run, so that losses agree
-      shape["max_windows"] = model.meta["config"]["eval"]["max_windows"]
+    config = model.meta["config"]  # its windows, so that losses agree
+    shape["context_len"] = config["context_len"]
+    if args.max_windows is None:
+      shape["max_windows"] = config["eval"]["max_windows"]
     yield "validation", functools.partial(windows.eval_batches, ids, **shape)
   for path in args.data or ():
     ids = _stream_of(path, tokenizer)
@@ -433,16 +514,16 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
   out = pathlib.Path(out)
 
   def batches():  # those of the run, so that the report is the same
-    shape = model.meta["config"]["eval"]
+    config = model.meta["config"]
     if args.data:
       ids = _stream_of(args.data, _need_tokenizer(model))
     else:
       ids = saved.valid_tokens(model)
     return windows.eval_batches(
       ids,
-      batch_size=shape["batch_size"],
-      context_len=model.config.context_len,
-      max_windows=shape["max_windows"],
+      batch_size=config["eval"]["batch_size"],
+      context_len=config["context_len"],
+      max_windows=config["eval"]["max_windows"],
     )
 
   report, *_ = saved.write_folded(out, model, batches)

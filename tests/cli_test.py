@@ -106,6 +106,93 @@ def test_eval_scores_the_validation_text_of_the_run(run, tapered):
   assert folded["gate"] is None
 
 
+def test_eval_shows_tails_beside_the_mean(run, tapered, texts):
+  """What the README promises to scripts, and that nothing else is there."""
+  found = run("eval", tapered, "--json", "--data", texts[0])
+  assert list(found) == ["step", "gate", "reference", "train_spike", "results"]
+  assert found["reference"] is None
+  records = [
+    r for r in runs.records(tapered) if r["kind"] == "train"
+  ]
+  losses = [r["loss"] for r in records]
+  rises = [loss - min(losses[: i + 1]) for i, loss in enumerate(losses)]
+  spike = found["train_spike"]
+  assert list(spike) == ["rise", "step", "loss", "lowest_before"]
+  assert spike["rise"] == pytest.approx(max(rises))
+  [result] = found["results"]
+  assert list(result) == [
+    "data", "loss", "bits_per_byte", "tokens", "mean_scale", "logit_norm",
+    "median", "p99_9", "entropy", "calibration_error", "jsd", "residuals",
+    "worst",
+  ]
+  assert result["jsd"] is None
+  assert list(result["residuals"]) == ["largest_by_layer", "float16_margin"]
+  assert len(result["residuals"]["largest_by_layer"]) == 2
+  ids = b"".join(document.encode() + b"\0" for document in DOCUMENTS)
+  assert len(result["worst"]) == 10
+  for token in result["worst"]:
+    assert list(token) == [
+      "nll", "window", "position", "id", "token", "before"
+    ]
+    place = token["window"] * 24 + token["position"]
+    assert token["id"] % 256 == ids[place]  # end-of-text is 256
+    seen = ids[place - token["position"] : place].replace(b"\0", b"")
+    assert token["before"] == seen.decode()
+  half = tapered / "checkpoints" / "5"
+  for reference, low, high in ((tapered, 0, 1e-6), (half, 1e-4, 0.7)):
+    compared = run(
+      "eval", tapered, "--json", "--data", texts[0], "--reference", reference
+    )
+    assert compared["reference"] == str(reference)
+    [other] = compared["results"]
+    assert low <= other.pop("jsd") <= high
+    for name in ("loss", "median", "p99_9", "entropy"):
+      assert other[name] == pytest.approx(result[name], rel=1e-5)
+
+
+def test_eval_fits_a_terminal(run, tapered, texts):
+  """Tables of at most 80 columns; no blank and no line break is lost."""
+  out = run(
+    "eval", tapered, "--data", texts[0], texts[1], "--reference", tapered
+  )
+  tables = [
+    line for line in out.splitlines() if "\u2500" <= line[:1] <= "\u257f"
+  ]
+  assert len(tables) > 2 * 20
+  assert max(map(len, tables)) <= 80
+  for text_ in (
+    "loss of a token, 99.9th percentile", "calibration error, 15 bins",
+    "margin to float16 overflow", "id 256", "\\nThe end.",
+  ):
+    assert out.count(text_) >= 2, text_
+
+
+def test_eval_takes_the_windows_of_the_run(run, root):
+  """A run may start from a model of a longer context than its own windows."""
+  workdir = runs.finished(
+    root,
+    "short",
+    **runs.started(runs.baseline(root), variant="baseline", context_len=12),
+  )
+  assert taperjax.load(workdir).config.context_len == 24
+  summary = json.loads((workdir / "summary.json").read_text())
+  [found] = run("eval", workdir, "--json")["results"]
+  assert found["tokens"] == summary["valid_tokens"] == 7 * 12
+  assert found["loss"] == pytest.approx(summary["valid_loss"], rel=1e-6)
+
+
+def test_fold_compares_on_the_windows_of_the_run(
+  run, tapered, tmp_path, monkeypatch
+):
+  """The same: here of a run that is told to have had shorter ones."""
+  model = taperjax.load(tapered)
+  config = {**model.meta["config"], "context_len": 12}
+  short = model.replace(meta={**model.meta, "config": config})
+  monkeypatch.setattr(api, "load", lambda *_: short)
+  report = run("fold", tapered, "--json", "--out", tmp_path / "folded")
+  assert report["compared_tokens"] == config["eval"]["batch_size"] * 12
+
+
 def test_eval_reads_each_format_alike(run, tapered, texts):
   """.txt, .jsonl and .parquet hold one stream; per file one result."""
   found = run("eval", tapered, "--json", "--data", *texts)
@@ -352,6 +439,7 @@ def test_info_counts_a_config_without_any_file(
     (["eval", "{run}/checkpoints/5", "--step", "10"], "is one step, not"),
     (["eval", "{run}", "--gate", "2"], "gate=2 is not between 0 and 1"),
     (["eval", "{run}", "--data", "{none}.txt"], "none.txt does not exist"),
+    (["eval", "{run}", "--reference", "{none}"], "none does not exist; give"),
     (["eval", "{run}", "--per-document"], "--per-document needs texts; add"),
     (
       ["eval", "{run}", "--per-document", "--data", "x", "--max-windows", "3"],

@@ -23,7 +23,7 @@ ROWS = [
   },
   {"model", "workdir"},
   {"state", "folding", "decode", "ranges"},
-  {"step", "checkpoint"},
+  {"step", "checkpoint", "tails"},
   {"saved"},
   {"interop"},
   {"loop", "api"},
