@@ -697,7 +697,9 @@ def _check_same_config(config: Config, before: dict[str, Any]) -> None:
         yield prefix + name, value
 
   now = dict(flat(config_lib.to_dict(config)))
-  before = dict(flat(before))
+  # A group of fields younger than the saved run has its defaults there.
+  saved_config = config_lib.config_from_dict(before)
+  before = dict(flat(config_lib.to_dict(saved_config)))
   different = [
     f"{name}: saved {before.get(name)!r}, now {now.get(name)!r}"
     for name in sorted(now.keys() | before.keys())

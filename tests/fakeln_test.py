@@ -1,5 +1,6 @@
 """FakeLN: hard cuts, frozen divisors, and the faults of the original code."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,10 +12,12 @@ import pytest
 
 from taperjax import (
   api,
+  config as config_lib,
   decode,
   fakeln,
   folding,
   gate as gate_lib,
+  loop,
   metrics,
   model,
   norms,
@@ -39,7 +42,6 @@ LAYER = {
   "model__mlp": "gelu_tanh",
   "model__biases": ("q", "k", "v", "o", "up", "down"),
 }
-FAMILY = {"rms": {}, "layer": LAYER}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +152,6 @@ def test_scanned_layers_are_unrolled_ones():
 @pytest.mark.parametrize(
   "name, biases",
   [
-    ("rms", ()),
     ("rms", ("v",)),
     ("layer", ("q", "up")),
     ("layer", ("q", "v", "up", "down")),
@@ -193,8 +194,8 @@ def batch(k, size=B):
   return jnp.asarray(tokens), jnp.roll(tiny.mask(size), k, axis=0)
 
 
-def config_of(name, **changes):
-  config = tiny.config(variant="fakeln", **{**FAMILY[name], **changes})
+def config_of(**changes):
+  config = tiny.config(variant="fakeln", **changes)
   return config.with_vocab(tiny.V, EOT)
 
 
@@ -203,9 +204,9 @@ def numbers(state):
 
 
 @functools.cache
-def journey(name):
+def journey():
   """Ten steps through all cuts: the state before and after each."""
-  config = config_of(name)
+  config = config_of(**LAYER)
   state, events = tiny.train_state(config), {}
   run = step.make_train_step(config, gate_lib.NORM)
   for k in range(1, config.steps + 1):
@@ -216,10 +217,9 @@ def journey(name):
   return config, events, run._cache_size()
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_one_compiled_step_serves_the_whole_schedule(name):
+def test_one_compiled_step_serves_the_whole_schedule():
   """The cuts are data: a compilation for each would cost more than training."""
-  _, events, compiled = journey(name)
+  _, events, compiled = journey()
   assert compiled == 1
   assert [events[k][1]["cut"] for k in range(1, 11)] == [
     0, 1, 2, 3, 4, 5, 6, 7, 7, 7
@@ -231,10 +231,9 @@ def test_one_compiled_step_serves_the_whole_schedule(name):
   assert all(events[k][1]["gate"] == events[k][2].gate for k in events)
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_loss_and_scale_loss_are_those_of_the_factors_of_the_step(name):
+def test_loss_and_scale_loss_are_those_of_the_factors_of_the_step():
   """All tokens are pulled to the mean of the regular ones of this batch."""
-  config, events, _ = journey(name)
+  config, events, _ = journey()
   for k in (1, 4, 6, 8, 9, 10):
     before, values, after = events[k]
     tokens, mask = batch(k)
@@ -259,6 +258,16 @@ def test_loss_and_scale_loss_are_those_of_the_factors_of_the_step(name):
     assert after.taper.scale_target == values["scale_target"]
 
 
+SMALL = {
+  "batch_size": 6, "model__num_layers": 1, "taper__scale_loss_weight": 0.0,
+}
+
+
+@functools.cache
+def small_step(config):
+  return step.make_train_step(config, gate_lib.NORM)
+
+
 def test_the_target_has_no_gradient_and_a_weight_of_0_turns_the_loss_off():
   """Otherwise the streams would grow or shrink together for nothing."""
   scale = jnp.asarray([[1.0, 2.0, 4.0]])
@@ -266,13 +275,11 @@ def test_the_target_has_no_gradient_and_a_weight_of_0_turns_the_loss_off():
   assert fakeln.moving_target(scale, weight) == 3.0
   assert not np.any(jax.grad(fakeln.moving_target)(scale, weight))
   assert fakeln.moving_target(scale, 0 * weight) == 1.0
-  off = config_of("rms", taper__scale_loss_weight=0.0, model__num_layers=1)
-  vanilla = tiny.config(variant="vanilla", model__num_layers=1)
-  found = [
-    step.make_train_step(c, gate_lib.NORM)(tiny.train_state(c), *batch(1))
-    for c in (off, vanilla)
-  ]
-  (a, got), (b, want) = found
+  vanilla = tiny.config(variant="vanilla", **SMALL)
+  (a, got), (b, want) = (
+    small_step(c)(tiny.train_state(c), *batch(1, 6))
+    for c in (config_of(**SMALL), vanilla)
+  )
   assert got["scale_loss"] == 0
   for part in ("loss", "grad_norm", "mean_scale", "logit_norm"):
     np.testing.assert_allclose(got[part], want[part], rtol=1e-5)
@@ -286,16 +293,10 @@ def test_the_target_has_no_gradient_and_a_weight_of_0_turns_the_loss_off():
 
 def test_micro_batches_give_the_same_means_and_gradients():
   """Sums add up; only the moving target is that of each part."""
-  changes = {
-    "batch_size": 6, "model__num_layers": 1, "taper__scale_loss_weight": 0.0,
-  }
-  tokens, mask = batch(1, 6)
   (a, got), (b, want) = (
-    step.make_train_step(c, gate_lib.NORM)(
-      tiny.train_state(c, step=jnp.int32(3)), tokens, mask
-    )
+    small_step(c)(tiny.train_state(c, step=jnp.int32(3)), *batch(1, 6))
     for c in (
-      config_of("rms", **changes, micro_batches=3), config_of("rms", **changes)
+      config_of(**SMALL, micro_batches=3), config_of(**SMALL)
     )
   )
   np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
@@ -313,7 +314,7 @@ def test_micro_batches_give_the_same_means_and_gradients():
 
 def test_fault_1_nothing_is_dropped_in_evaluation_nor_in_training():
   """Their attention drops a tenth in evaluation; ours has no dropout."""
-  config, events, _ = journey("rms")
+  config, events, _ = journey()
   before, values, after = events[5]
   tokens, mask = batch(5)
   evaluate = step.make_eval_step(config.model)
@@ -384,14 +385,13 @@ def test_fault_3_the_special_treatments_act_and_end():
   np.testing.assert_array_equal(changed, expected)
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_fault_4_statistics_move_once_a_step_and_in_training_alone(name):
+def test_fault_4_statistics_move_once_a_step_and_in_training_alone():
   """Theirs move in evaluation, too, and three times in an attention norm.
 
   Replayed from another program: the mean over regular tokens and that over
   position 0, 0.9 of the old, and frozen from the cut on.
   """
-  config, events, _ = journey(name)
+  config, events, _ = journey()
   std = np.zeros((P, 2))
   norm_of = [0, 0, 1, 2, 2, 3, 4]
   for k in range(1, 11):
@@ -441,10 +441,9 @@ def one_step(params, config, token_B1, place_B1, cache, c):
   return logits, aux["cache"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fault_6_masks_positions_and_the_cache_hold_in_the_middle(name):
+def test_fault_6_masks_positions_and_the_cache_hold_in_the_middle():
   """Theirs ignores all three: no padding, no generation from a checkpoint."""
-  config = CONFIGS[name]
+  config = CONFIGS["rms"]
   params = tiny.params(config)
   tokens = np.array(tiny.tokens())
   tokens[0, 3] = tokens[2, 5] = EOT
@@ -456,14 +455,10 @@ def test_fault_6_masks_positions_and_the_cache_hold_in_the_middle(name):
       params, config, tokens[:, i : i + 1], place, cache, HALF
     )
     np.testing.assert_allclose(got[:, 0], want[:, i], rtol=0, atol=2e-5)
-  # Rows of unequal length, padded on the right, generate as they would alone.
+  # Rows of unequal length, padded on the right, generate as the full pass.
   prompts = [[EOT, 1, 2], [7], [3, EOT, 4, 9, 8]]
-  make = lambda rows, first: decode.generate(
-    params, config, rows, max_new=4, c=HALF, first_row=first
-  )
-  together = make(prompts, 0)
-  assert together == [make([p], i)[0] for i, p in enumerate(prompts)]
-  for prompt, ids in zip(prompts, together, strict=True):
+  found = decode.generate(params, config, prompts, max_new=4, c=HALF)
+  for prompt, ids in zip(prompts, found, strict=True):
     text = prompt + ids
     padded = np.zeros((1, M), np.int32)
     padded[0, : len(text)] = text
@@ -512,7 +507,7 @@ def test_fault_8_every_knob_is_a_field_and_none_an_environment_variable():
   folder = pathlib.Path(fakeln.__file__).parent
   for name in ("fakeln", "gate", "norms", "model", "step", "state", "config"):
     assert "environ" not in (folder / f"{name}.py").read_text(), name
-  config = config_of("rms")
+  config = config_of()
   assert config.fakeln.momentum == 0.9 and config.model.eot_id == EOT
 
 
@@ -562,6 +557,19 @@ def test_vanilla_is_the_baseline_under_its_own_name():
   assert vanilla.variant == "vanilla"
   assert vanilla.model == baseline.model
   assert not vanilla.ends_without_norms and vanilla.cut_steps is None
+
+
+def test_a_run_saved_before_there_was_fakeln_goes_on():
+  """Fields that are younger than it have their defaults there."""
+  default = config_lib.FakelnConfig(20, 2, 2, 3, 2, 10, 0.9)
+  config = dataclasses.replace(tiny.config(), fakeln=default)
+  before = json.loads(json.dumps(config_lib.to_dict(config)))
+  del before["fakeln"]
+  del before["model"]["eot_id"]
+  loop._check_same_config(config, before)
+  other = dataclasses.replace(default, start=21)
+  with pytest.raises(UserError, match=r"fakeln\.start: saved 20, now 21"):
+    loop._check_same_config(dataclasses.replace(config, fakeln=other), before)
 
 
 @pytest.fixture(scope="module")
@@ -619,6 +627,7 @@ def test_the_middle_of_a_run_can_be_used_but_not_folded(run):
   """It evaluates as it did in the run, generates, and has no gate to set."""
   middle = saved.load(run[0], step=5)
   assert middle.cutting and 0 < middle.gate < 1
+  assert middle.tapered and not middle.calibrated  # gate 0 does not exist yet
   records = metrics.read_metrics(run[0] / "metrics.jsonl")
   told = next(r for r in records if r["kind"] == "eval" and r["step"] == 5)
   loss = api.evaluate(middle, saved.valid_tokens(middle), max_windows=7)["loss"]
