@@ -54,6 +54,7 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   m.tied = True  # head = embedding
   m.init_std = 0.02  # embedding from Fig. 3, the rest [U], ours
   m.scan_layers = False  # one compiled block for all layers
+  m.remat = False  # less memory: the backward pass computes blocks once more
 
   c.taper = t = config_dict.ConfigDict()
   t.start = 0.05  # share of the steps; section 5.1

@@ -124,6 +124,7 @@ class ModelConfig:
   context_len: int
   compute_dtype: str
   rope_scaling: RopeScaling | None = None  # of imported models
+  remat: bool = False  # the backward pass computes each block once more
   eot_id: int | None = None  # end of text, in a FakeLN run alone
 
   @property
@@ -412,8 +413,15 @@ def _from_initial(fields: dict, initial: ModelConfig) -> dict:
         "with all its norms; give a baseline or an imported model"
       )
   fields = {**fields, "model": dict(fields["model"])}
+  for name in ("scan_layers", "remat"):  # how a model runs, not what it is
+    if fields["model"][name] is None:
+      fields["model"][name] = False
   groups = [("", "norm", fields), ("", "context_len", fields)]
-  groups += [("model.", name, fields["model"]) for name in fields["model"]]
+  groups += [
+    ("model.", name, fields["model"])
+    for name in fields["model"]
+    if name not in ("scan_layers", "remat")
+  ]
   for prefix, name, group in groups:
     value, theirs = group[name], getattr(initial, name)
     if value is None:
@@ -753,6 +761,11 @@ def _check_lora(config: Config) -> None:
     raise UserError(
       f"lora.rank={lora.rank} needs trained weights to adapt; set "
       "init.checkpoint, or lora.rank=0"
+    )
+  if model.scan_layers:
+    raise UserError(
+      f"lora.rank={lora.rank} with model.scan_layers=True: adapters are by "
+      "layer; set model.scan_layers=False"
     )
   _check_positive("lora.alpha", lora.alpha)
   if not lora.targets:

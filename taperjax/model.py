@@ -233,11 +233,14 @@ class Transformer(nn.Module):
           kind_BL[..., None] == kinds_2[None, None, :]
         )
         mask_BL = weight_BL2
+    kind_of_block = Block
+    if cfg.remat and cache is None:
+      kind_of_block = nn.remat(Block, prevent_cse=not cfg.scan_layers)
     if cfg.scan_layers:
       if cache is not None:
         raise ValueError("decoding runs unrolled: use unstack_layers first")
       blocks = nn.scan(
-        Block,
+        kind_of_block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
         in_axes=(0, *[nn.broadcast] * 5),
@@ -250,7 +253,7 @@ class Transformer(nn.Module):
     else:
       sums, caches = [], []
       for n in range(cfg.num_layers):
-        block = Block(cfg, phase, name=f"block_{n}")
+        block = kind_of_block(cfg, phase, name=f"block_{n}")
         past = None if cache is None else cache[n]
         h_BLD, (sums_22, past) = block(
           h_BLD, c_N[n], past, gate, position_BL, mask_BL, kind_BL
@@ -334,6 +337,14 @@ def init_cache(config: ModelConfig, batch_size: int, length: int) -> Cache:
   shape = (batch_size, length, config.num_kv_heads, config.head_dim)
   empty = lambda: jnp.zeros(shape, jnp.dtype(config.compute_dtype))
   return tuple((empty(), empty()) for _ in range(config.num_layers))
+
+
+def stack_layers(params: dict, config: ModelConfig) -> dict:
+  """One tree for all layers, as `scan_layers` wants it."""
+  params = dict(params)
+  blocks = [params.pop(f"block_{n}") for n in range(config.num_layers)]
+  params["blocks"] = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
+  return params
 
 
 def unstack_layers(

@@ -64,6 +64,8 @@ def create(
     params = model.init_params(config.model, jax.random.fold_in(key, 0))
   else:
     params = model.add_tapers(initial, config.model)
+    if config.model.scan_layers:
+      params = model.stack_layers(params, config.model)
   if config.lora.rank:
     adapters = lora.init(params, config.lora, jax.random.fold_in(key, 1))
     params = {**params, lora.BRANCH: adapters}

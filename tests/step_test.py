@@ -572,3 +572,18 @@ def test_eval_step_gives_token_sums(gate):
   np.testing.assert_allclose(
     sums["scale"], np.sum(mask * np.asarray(scale_BL)), rtol=1e-6
   )
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_changes_nothing_but_the_memory(scan):
+  """Loss and gradient norms of a step agree to the order of the products."""
+  found = []
+  for remat in (False, True):
+    config = tiny.config(model__remat=remat, model__scan_layers=scan)
+    new, metrics = step.make_train_step(config, gate_lib.NORM)(
+      tiny.train_state(config), tiny.tokens(length=tiny.L + 1), tiny.mask()
+    )
+    found.append(jax.device_get((new.params, metrics)))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *found
+  )

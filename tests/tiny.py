@@ -91,6 +91,7 @@ def fields(**changes) -> dict:
       "tied": True,
       "init_std": 0.02,
       "scan_layers": False,
+      "remat": False,
     },
     "taper": {
       "start": 0.4,
