@@ -21,6 +21,7 @@ __all__ = [
   "apply",
   "calibrate",
   "evaluate",
+  "evaluate_tails",
   "fold",
   "generate",
   "init",

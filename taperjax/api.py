@@ -36,6 +36,7 @@ __all__ = [
   "apply",
   "calibrate",
   "evaluate",
+  "evaluate_tails",
   "fold",
   "generate",
   "init",

@@ -97,13 +97,15 @@ def evaluate(
   if pending is not None:
     fetch(pending)
   found = {
-    name: np.concatenate([part[name] for part in parts]).astype(np.float64)
+    name: np.concatenate([part[name] for part in parts])
     for name in (parts[0] if parts else ())
   }
   if not parts or not len(found["nll"]):
     raise ValueError("nothing to evaluate: no batch held a scored token")
-  mean = {name: float(np.mean(x_T)) for name, x_T in found.items()}
-  nll_T = found["nll"]
+  mean = {
+    name: float(np.mean(x_T, dtype=np.float64)) for name, x_T in found.items()
+  }
+  nll_T = found["nll"].astype(np.float64)
   with np.errstate(invalid="ignore"):  # between two infinite losses
     median, p99_9 = (float(x) for x in np.percentile(nll_T, (50, 99.9)))
   bits = mean["nll"] * len(nll_T) / math.log(2)
@@ -139,6 +141,7 @@ def calibration_error(top_T: np.ndarray, correct_T: np.ndarray) -> float:
   """
   if not np.all(np.isfinite(top_T)):
     return math.nan
+  top_T = top_T.astype(np.float64)
   bin_T = np.clip(np.ceil(top_T * BINS).astype(int) - 1, 0, BINS - 1)
   gaps = np.bincount(bin_T, correct_T - top_T, BINS)
   return float(np.sum(np.abs(gaps)) / len(top_T))

@@ -167,6 +167,23 @@ def test_eval_fits_a_terminal(run, tapered, texts):
     assert out.count(text_) >= 2, text_
 
 
+def test_eval_of_a_diverged_model_is_no_crash(
+  run, tapered, texts, monkeypatch
+):
+  """Its figures are null, and "inf" or "nan" to people."""
+  model = taperjax.load(tapered)
+  table = {"embedding": model.params["embed"]["embedding"] * np.float32("nan")}
+  lost = model.replace(params={**model.params, "embed": table})
+  monkeypatch.setattr(api, "load", lambda *_: lost)
+  [found] = run("eval", tapered, "--json", "--data", texts[0])["results"]
+  for name in ("loss", "median", "p99_9", "entropy", "calibration_error"):
+    assert found[name] is None
+  assert found["residuals"] == {
+    "largest_by_layer": [None, None], "float16_margin": None
+  }
+  assert "inf nats per token" in run("eval", tapered, "--data", texts[0])
+
+
 def test_eval_takes_the_windows_of_the_run(run, root):
   """A run may start from a model of a longer context than its own windows."""
   workdir = runs.finished(
