@@ -8,8 +8,8 @@ on it divides by a constant s: the running mean of the tokens' own s(h), frozen.
 Where the cuts lie is `gate.cut_steps`.
 
 Ours, where their code leaves it open or has faults: the averages take one
-sample a step, in training alone; position 0 and end of text stand in no average
-but that of position 0; RMSNorm is served, too.
+sample a step, in training alone; that of regular tokens leaves out position 0,
+which has its own, and end of text; RMSNorm is served, too.
 
 Axes: P sites (3 N + 1), S norms (2 N + 1), 2 averages (regular tokens,
 position 0), 3 kinds of tokens (regular, position 0, end of text).
