@@ -1,9 +1,5 @@
 """GPT-2 layout in and out, against transformers and a real trained model."""
 
-import base64
-import itertools
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +8,7 @@ import pytest
 from taperjax import folding, model
 from taperjax.errors import UserError
 from taperjax.interop import gpt2, hf_files, stock
-from tests import tiny
+from tests import nano_sort, tiny
 
 ALL = ("q", "k", "v", "o", "up", "down")
 
@@ -286,59 +282,22 @@ def test_transformers_has_the_same_logits(changes, tmp_path):
   assert np.abs(other_BLV - want_BLV).max() > 1e-4
 
 
-def stored(path):
-  """Tensors of a file of gpt-nano-sort, and its config."""
-  entries = json.loads(path.read_text())
-  fields = entries.pop("config")
-  arrays = {}
-  for name, entry in entries.items():
-    assert entry["dtype"] == "torch.float32"
-    flat = np.frombuffer(base64.b64decode(entry["data"]), "<f4")
-    arrays[name] = flat.reshape(entry["shape"])
-  return fields, arrays
-
-
 @pytest.fixture(scope="module")
-def nano_sort(test_data):
-  """The real model, in Hugging Face's terms; matrices are (out, in)."""
-  folder = test_data / "gpt-nano-sort"
-  fields, tensors = stored(folder / "gpt-nano-sort-model.json")
-  hf_config = {
-    "model_type": "gpt2", "activation_function": "gelu_new",
-    "vocab_size": fields["vocab_size"], "n_positions": fields["block_size"],
-    "n_embd": fields["n_embd"], "n_layer": fields["n_layer"],
-    "n_head": fields["n_head"], "tie_word_embeddings": False,
-  }
-  return gpt2.from_tensors(hf_config, tensors), tensors
+def sorter(test_data):
+  return nano_sort.read(test_data)
 
 
-def test_gpt_nano_sort_sorts_every_input(nano_sort):
-  """729 of 729: six symbols of three, then greedily the five after the first.
-
-  Positions 5 to 10 predict the six sorted symbols.
-  """
-  got, _ = nano_sort
-  inputs_BL = np.array(list(itertools.product(range(3), repeat=6)), np.int32)
-  assert len(inputs_BL) == 729
-  tokens_BL = np.pad(inputs_BL, ((0, 0), (0, 5)))
-  apply = jax.jit(
-    lambda x: model.Transformer(got.config).apply({"params": got.params}, x)[0]
-  )
-  output = []
-  for i in range(5, 11):
-    next_B = np.asarray(apply(jnp.asarray(tokens_BL)))[:, i].argmax(axis=-1)
-    output.append(next_B)
-    if i < 10:
-      tokens_BL[:, i + 1] = next_B
-  right_B = (np.stack(output, axis=1) == np.sort(inputs_BL, axis=1)).all(axis=1)
-  assert right_B.sum() == 729
+def test_gpt_nano_sort_sorts_every_input(sorter):
+  got, _ = sorter
+  c = np.zeros(2 * got.config.num_layers + 1, np.float32)
+  assert nano_sort.sorted_inputs(got.params, c, 1.0, got.config) == 729
 
 
-def test_gpt_nano_sort_has_its_stored_intermediates(nano_sort, test_data):
+def test_gpt_nano_sort_has_its_stored_intermediates(sorter, test_data):
   """Every stage that a module of ours returns, to 1e-5 of the largest value."""
-  got, _ = nano_sort
+  got, _ = sorter
   path = test_data / "gpt-nano-sort" / "gpt-nano-sort-t0-partials.json"
-  _, want = stored(path)
+  _, want = nano_sort.tensors_of(path)
   tokens_BL = jnp.asarray(want["idx"], jnp.int32)
   (out_BLV, aux), state = model.Transformer(got.config).apply(
     {"params": got.params}, tokens_BL, capture_intermediates=True
@@ -370,8 +329,8 @@ def test_gpt_nano_sort_has_its_stored_intermediates(nano_sort, test_data):
     assert np.abs(ours - theirs).max() < bound, name
 
 
-def test_gpt_nano_sort_is_written_with_the_bytes_it_had(nano_sort):
-  got, tensors = nano_sort
+def test_gpt_nano_sort_is_written_with_the_bytes_it_had(sorter):
+  got, tensors = sorter
   written, _ = gpt2.to_hf(got.params, got.config)
   masks = {name for name in tensors if name.endswith(".attn.bias")}
   assert set(written) == set(tensors) - masks

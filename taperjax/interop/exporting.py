@@ -178,9 +178,11 @@ def export(
     )
   out = _check_out(out)
   form = form_of(model, to, dtype, remote_code)
+  exact_form = form if dtype == "float32" else form_of(
+    model, to, "float32", remote_code
+  )
   part = out.with_name(f"{out.name}.part-{secrets.token_hex(4)}")
   old = part.with_name(part.name + "-old")
-  arguments = (form, model, to)
   options = (remote_code, weights)
   try:
     want_BLV = verify.our_logits(
@@ -190,13 +192,13 @@ def export(
     report["positions"] = int(tokens_BL.size)
     log(f"writing {to} in float32, and reading it back")
     check = part.with_name(part.name + "-float32")
-    _write(check, *arguments, "float32", *options)
+    _write(check, exact_form, model, to, "float32", *options)
     report["float32"] = _compare(
-      check, to, remote_code, form, model, want_BLV, tokens_BL
+      check, to, remote_code, exact_form, model, want_BLV, tokens_BL
     )
     if dtype != "float32":
       log(f"writing {to} in {dtype}, and reading it back")
-      _write(part, *arguments, dtype, *options)
+      _write(part, form, model, to, dtype, *options)
       report["stored"] = _compare(
         part, to, remote_code, form, model, want_BLV, tokens_BL, dtype
       )
