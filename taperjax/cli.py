@@ -313,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
   sub.set_defaults(run=_import)
   sub.add_argument(
     "source",
-    help="Hugging Face folder with safetensors, GGUF file, or llama2.c .bin",
+    help="Hugging Face folder with safetensors or, with the extra hub, "
+    "owner/name; GGUF file; or llama2.c .bin",
   )
   sub.add_argument("workdir", help="new folder, for all other commands")
   sub.add_argument("--tokenizer", metavar="FILE", help="default: beside SOURCE")
@@ -751,8 +752,12 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import interop, saved, workdir as workdir_lib
 
   workdir_lib.check_unused(pathlib.Path(args.workdir))  # before a long read
+  source = args.source
+  if not os.path.exists(source) and re.fullmatch(interop.REPOSITORY, source):
+    workdir = workdir_lib.open_workdir(args.workdir, "import")
+    source = interop.fetch(source, workdir / "download")
   model = interop.read(
-    args.source,
+    source,
     gain_offset=args.gain_offset,
     context_len=args.context_len,
     tokenizer=args.tokenizer,

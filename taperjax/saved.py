@@ -365,7 +365,7 @@ def write_imported(
   meta = {
     "model": report["model"],
     "step": 0,
-    "gate": 1.0,
+    "gate": model.gate,  # 0 of a file whose norms are gone
     "scale_target": 0.0,
     "seed": 0,
     "source": source,

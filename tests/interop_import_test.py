@@ -13,7 +13,7 @@ import pytest
 from taperjax import api, cli, decode, interop, saved
 from taperjax.data import text
 from taperjax.errors import UserError
-from taperjax.interop import hf_files, llama, llama2c
+from taperjax.interop import gpt2, hf_files, llama, llama2c
 from tests import tiny
 
 TINY_GREEDY = decode.Sampling(0.0, 0, 1.0)
@@ -517,3 +517,62 @@ def test_stray_arguments_are_refused(fails, bare, tmp_path):
   )
   assert "--step" in fails("import", path, tmp_path / "w", "--step", 1)
   assert not (tmp_path / "w").exists()
+
+
+def test_a_repository_is_fetched_into_the_workdir_alone(
+  run, tmp_path, monkeypatch
+):
+  """By name where no such folder is there; a server is played by a function."""
+  hub = pytest.importorskip("huggingface_hub")
+  config = tiny.model_config(internal_norm="norm", final_norm="norm")
+
+  def download(name, local_dir, allow_patterns, ignore_patterns):
+    assert name == "owner/a-model"
+    assert "*.safetensors" in allow_patterns
+    tensors, hf_config = llama.to_hf(tiny.params(config), config)
+    hf_files.write_folder(local_dir, tensors, hf_config, "float32")
+
+  monkeypatch.setattr(hub, "snapshot_download", download)
+  monkeypatch.chdir(tmp_path)
+  report = run("import", "owner/a-model", tmp_path / "w", "--json")
+  assert report["format"] == "huggingface llama"
+  assert (tmp_path / "w" / "download" / "config.json").exists()
+  assert [p.name for p in tmp_path.iterdir()] == ["w"]
+
+
+def test_a_repository_that_cannot_be_fetched_is_one_line(
+  fails, tmp_path, monkeypatch
+):
+  hub = pytest.importorskip("huggingface_hub")
+
+  def download(*arguments, **options):
+    raise hub.errors.LocalEntryNotFoundError("no network")
+
+  monkeypatch.setattr(hub, "snapshot_download", download)
+  line = fails("import", "owner/a-model", tmp_path / "w")
+  assert "owner/a-model is no folder here, and cannot be fetched" in line
+
+
+def test_a_stock_file_without_norms_comes_in_at_gate_0_and_folds(
+  run, tmp_path
+):
+  """Gains scaled, eps 1e12, as LN-free GPT-2 models are published."""
+  config = tiny.gpt2_config(internal_norm="norm", final_norm="norm")
+  tensors, hf_config = gpt2.to_hf(tiny.params(config), config)
+  for name in tensors:
+    if "ln_" in name and name.endswith("weight"):
+      tensors[name] = tensors[name] * np.float32(1e6)
+  hf_config["layer_norm_epsilon"] = 1e12
+  hf_files.write_folder(tmp_path / "hf", tensors, hf_config, "float32")
+  run("import", tmp_path / "hf", tmp_path / "w")
+  model = saved.load(tmp_path / "w")
+  assert model.gate == 0.0
+  assert model.config.internal_norm == model.config.final_norm == "taper"
+  folded = api.fold(model)
+  tokens_BL = tiny.tokens()
+  want, got = api.apply(model, tokens_BL), api.apply(folded, tokens_BL)
+  np.testing.assert_allclose(want, got, atol=1e-5)
+  # It is the fixed map and no norm: without eps the scale would not matter.
+  gains = model.params["block_0"]["attn_norm"]["taper_scale"]
+  name = "transformer.h.0.ln_1.weight"
+  np.testing.assert_allclose(gains, tensors[name] / 1e6, rtol=1e-6)

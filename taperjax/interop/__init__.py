@@ -79,6 +79,42 @@ def _with_tokenizer(
   return model.replace(tokenizer=tokenizer, meta={"source": source})
 
 
+REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name on the hub
+
+
+def fetch(name: str, folder: pathlib.Path) -> pathlib.Path:
+  """Downloads a Hugging Face repository into a folder, weights as safetensors.
+
+  Args:
+    name: owner/name. folder: made if needed; nothing is written elsewhere.
+
+  Raises:
+    UserError: the extra is not installed, no network, or no such repository.
+  """
+  try:
+    import huggingface_hub
+  except ImportError as error:
+    raise UserError(
+      f"{name} is no folder here, and huggingface_hub, which fetches "
+      "repositories, is not installed; pip install 'taperjax[hub]', or give a "
+      "folder"
+    ) from error
+  try:
+    huggingface_hub.snapshot_download(
+      name,
+      local_dir=folder,
+      allow_patterns=["*.json", "*.safetensors"],
+      ignore_patterns=["*/*"],
+    )
+  except Exception as error:  # its own errors, those of requests, of the system
+    raise UserError(
+      f"{name} is no folder here, and cannot be fetched from the Hugging Face "
+      f"hub ({type(error).__name__}); check the name and the network, or give "
+      "a folder"
+    ) from error
+  return folder
+
+
 def _checked(model: saved.Model, path: pathlib.Path) -> saved.Model:
   """The same, if every id of its tokenizer has an embedding."""
   tokenizer, size = model.tokenizer, model.config.vocab_size
