@@ -1,0 +1,85 @@
+"""Memory of a GPT-2 train step by compiling it ahead of time, without a run.
+
+  python -m tests.memory SIZE [VARIANT] [--micro-batch=WINDOWS]
+
+Prints what XLA's compiler plans for the step with the most branches (taper
+phase) of configs/gpt2.py at the shapes of GPT-2, layers scanned and recomputed.
+The plan is that of the backend it runs on: on a CPU bfloat16 products are
+widened and attention is another program, so it stands in for a GPU, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+
+from configs import gpt2
+from taperjax import config as config_lib, gate, state, step
+
+# Layers, width, heads of the released models.
+SHAPES = {
+  "small": (12, 768, 12),
+  "medium": (24, 1024, 16),
+  "large": (36, 1280, 20),
+  "xl": (48, 1600, 25),
+}
+GIB = 2**30
+
+
+def model_config(size: str) -> config_lib.ModelConfig:
+  layers, width, heads = SHAPES[size]
+  return config_lib.ModelConfig(
+    num_layers=layers, embed_dim=width, num_heads=heads, num_kv_heads=heads,
+    head_dim=width // heads, mlp_dim=4 * width, mlp="gelu_tanh",
+    positions="learned", rope_theta=1e4, rotary_dim=width // heads,
+    norm_eps=1e-5, biases=("q", "k", "v", "o", "up", "down"), tied=True,
+    init_std=0.02, scan_layers=False, norm="layer", internal_norm="norm",
+    final_norm="norm", vocab_size=50_257, context_len=1024,
+    compute_dtype="float32",
+  )
+
+
+def plan(size: str, variant: str, windows: int) -> dict[str, float]:
+  """Bytes of one device by the compiler's memory analysis."""
+  fields = gpt2.get_config(f"{size},{variant}")
+  fields.init.checkpoint = "imported"
+  fields.micro_batches = fields.batch_size // windows
+  fields.model.scan_layers = True
+  fields.model.remat = True
+  config = config_lib.parse(fields, model_config(size))
+  abstract = state.abstract(config)
+  shape = (config.batch_size, config.context_len)
+  tokens = jax.ShapeDtypeStruct((shape[0], shape[1] + 1), jnp.int32)
+  mask = jax.ShapeDtypeStruct(shape, jnp.float32)
+  phase = gate.TAPER if config.taper_steps else gate.NORM
+  train_step = step.make_train_step(config, phase)
+  found = train_step.lower(abstract, tokens, mask).compile().memory_analysis()
+  state_bytes = found.argument_size_in_bytes
+  total = (
+    state_bytes
+    + found.output_size_in_bytes
+    - found.alias_size_in_bytes
+    + found.temp_size_in_bytes
+  )
+  return {"state": state_bytes, "temporary": found.temp_size_in_bytes,
+          "total": total}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("size", choices=SHAPES)
+  parser.add_argument("variant", nargs="?", default="all")
+  parser.add_argument("--micro-batch", type=int, default=8)
+  args = parser.parse_args()
+  found = plan(args.size, args.variant, args.micro_batch)
+  line = ", ".join(f"{name} {x / GIB:.1f} GiB" for name, x in found.items())
+  print(
+    f"gpt2:{args.size},{args.variant}, {args.micro_batch} x 1,024 tokens at a "
+    f"time, {jax.devices()[0].device_kind}: {line}"
+  )
+
+
+if __name__ == "__main__":
+  main()
