@@ -149,6 +149,35 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path, monkeypatch):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+def test_an_interrupted_export_leaves_the_earlier_one_alone(
+  tmp_path, monkeypatch
+):
+  """Ctrl-C, also between the two renames; and no parent folder stays."""
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(exporting, "_residuals", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+      export(make(), "safetensors", tmp_path / "run" / "export" / "a")
+  assert not list(tmp_path.iterdir())
+  first = export(make(), "safetensors", tmp_path / "out")
+  rename = pathlib.Path.rename
+
+  def once(path, target):
+    if target == tmp_path / "out" and not path.name.endswith("-old"):
+      raise KeyboardInterrupt
+    return rename(path, target)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, "rename", once)
+    with pytest.raises(KeyboardInterrupt):
+      export(make(seed=1), "safetensors", tmp_path / "out")
+  kept = json.loads((tmp_path / "out" / exporting.REPORT).read_text())
+  assert kept == first
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
 def test_a_stored_dtype_that_breaks_the_model_fails(tmp_path, monkeypatch):
   monkeypatch.setattr(verify, "STORED_KL_BOUND", 0.0)
   with pytest.raises(UserError, match=r"kl=.* in bfloat16, .* above its bound"):
@@ -172,7 +201,7 @@ def test_a_missing_reader_is_said_and_no_figure_is_made_up(
   "change, options, message",
   [
     ({"gate": 0.4}, {}, "gate=0.4 at step 10: an export holds the model at"),
-    ({}, {"to": "hf", "dtype": "float16"}, "dtype=float16: the huge_eps form"),
+    ({}, {"to": "hf", "dtype": "float16"}, "dtype=float16: the gains c gamma~ 2"),
   ],
 )
 def test_refusals_are_one_line_and_leave_nothing(

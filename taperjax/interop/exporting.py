@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,6 @@ def form_of(model: saved.Model, to: str, dtype: str, remote_code: bool) -> Form:
     params, config, info = stock.stock_form(
       model.params, model.c, model.config, dtype=dtype
     )
-    if dtype not in info["dtypes"]:
-      raise UserError(
-        f"dtype={dtype}: the {info['form']} form of this model does not fit "
-        f"it; use {' or '.join(info['dtypes'])}"
-      )
     return Form(params, config, info["form"], info)
   params, config = model_lib.unstack_layers(model.params, model.config)
   name = "plain"
@@ -181,17 +176,14 @@ def export(
   exact_form = form if dtype == "float32" else form_of(
     model, to, "float32", remote_code
   )
-  part = out.with_name(f"{out.name}.part-{secrets.token_hex(4)}")
-  old = part.with_name(part.name + "-old")
   options = (remote_code, weights)
-  try:
+  with _whole_or_not_at_all(out) as (part, check):
     want_BLV = verify.our_logits(
       model.params, model.c, model.config, tokens_BL
     )
     report = _report(model, form, to, dtype, remote_code, weights, text)
     report["positions"] = int(tokens_BL.size)
     log(f"writing {to} in float32, and reading it back")
-    check = part.with_name(part.name + "-float32")
     _write(check, exact_form, model, to, "float32", *options)
     report["float32"] = _compare(
       check, to, remote_code, exact_form, model, want_BLV, tokens_BL
@@ -221,6 +213,22 @@ def export(
     report["residuals"] = _residuals(form, tokens_BL)
     write_json(part / REPORT, strict(report))
     (part / "README.md").write_text(card.text(report), encoding="utf-8")
+  return strict(report)
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(
+  out: pathlib.Path,
+) -> Iterator[tuple[pathlib.Path, pathlib.Path]]:
+  """(part, check): what lies in part at the end becomes `out`; check goes.
+
+  Whatever stops it, an earlier `out` is back, and no folder made for it stays.
+  """
+  part = out.with_name(f"{out.name}.part-{secrets.token_hex(4)}")
+  old, check = (part.with_name(part.name + end) for end in ("-old", "-float32"))
+  made = [parent for parent in out.parents if not parent.exists()]
+  try:
+    yield part, check
     if out.exists():  # whole until its name is free
       out.rename(old)
     part.rename(out)
@@ -230,9 +238,14 @@ def export(
       "writable folder"
     ) from error
   finally:
-    for left in (part, old, part.with_name(part.name + "-float32")):
+    if old.exists() and not out.exists():
+      old.rename(out)
+    for left in (part, old, check):
       shutil.rmtree(left, ignore_errors=True)
-  return strict(report)
+    if not out.exists():
+      for parent in made:
+        with contextlib.suppress(OSError):
+          parent.rmdir()
 
 
 def _report(model, form, to, dtype, remote_code, weights, text):
@@ -386,8 +399,6 @@ def _check_out(out: pathlib.Path) -> pathlib.Path:
     out = out.resolve()
     there = [path.name for path in out.iterdir()]
   except FileNotFoundError:
-    with contextlib.suppress(OSError):
-      out.parent.mkdir(parents=True, exist_ok=True)
     return out
   except (OSError, RuntimeError) as error:
     raise UserError(
