@@ -178,6 +178,19 @@ def test_an_interrupted_export_leaves_the_earlier_one_alone(
   assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError])
+def test_a_failing_reader_is_told_in_one_line(error, tmp_path, monkeypatch):
+  """Whatever another program raises; nothing is left behind."""
+  def fail(*_):
+    raise error("size\nmismatch")
+
+  monkeypatch.setattr(verify, "safetensors_logits", fail)
+  with pytest.raises(UserError) as told:
+    export(make(), "safetensors", tmp_path / "out")
+  assert f"read back ({error.__name__}: size mismatch)" in str(told.value)
+  assert not list(tmp_path.iterdir())
+
+
 def test_a_stored_dtype_that_breaks_the_model_fails(tmp_path, monkeypatch):
   monkeypatch.setattr(verify, "STORED_KL_BOUND", 0.0)
   with pytest.raises(UserError, match=r"kl=.* in bfloat16, .* above its bound"):
@@ -201,7 +214,7 @@ def test_a_missing_reader_is_said_and_no_figure_is_made_up(
   "change, options, message",
   [
     ({"gate": 0.4}, {}, "gate=0.4 at step 10: an export holds the model at"),
-    ({}, {"to": "hf", "dtype": "float16"}, "dtype=float16: the gains c gamma~ 2"),
+    ({}, {"to": "hf", "dtype": "float16"}, "dtype=float16: the gains c gamma"),
   ],
 )
 def test_refusals_are_one_line_and_leave_nothing(

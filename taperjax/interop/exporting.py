@@ -271,12 +271,31 @@ def _report(model, form, to, dtype, remote_code, weights, text):
   }
 
 
+def _read(reader: Callable[..., Any], *args) -> Any:
+  """What a reader of `verify` gives.
+
+  Raises:
+    UserError: it fails, in whatever way.
+    verify.Missing: it is not there.
+  """
+  try:
+    return reader(*args)
+  except (verify.Missing, UserError, MemoryError):
+    raise
+  except Exception as error:  # of other people's programs: any type
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    raise UserError(
+      f"the model cannot be read back ({reason}); nothing was written: try "
+      "another format or version of the reader, --debug shows the whole error"
+    ) from error
+
+
 def _compare(
   folder, to, remote_code, form, model, want_BLV, tokens_BL, dtype="float32"
 ) -> dict[str, Any]:
   """Errors of a written export against our float32 model, within the bound."""
   try:
-    got_BLV, reader = _reader(to, remote_code)(folder, tokens_BL)
+    got_BLV, reader = _read(_reader(to, remote_code), folder, tokens_BL)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   errors = verify.compare(want_BLV, got_BLV)
@@ -300,7 +319,7 @@ def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
   if "source" not in model.meta or model.step != 0 or model.tapered:
     return None
   try:
-    got_BLV, reader = verify.source_logits(model, tokens_BL)
+    got_BLV, reader = _read(verify.source_logits, model, tokens_BL)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   errors = verify.compare(got_BLV, want_BLV)
@@ -319,7 +338,7 @@ def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
 def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
   """The parts of the stream sum to the logits, as a linear path must."""
   try:
-    found = verify.attribution(folder, tokens_BL, want_BLV)
+    found = _read(verify.attribution, folder, tokens_BL, want_BLV)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   most = verify.BOUND * max(1.0, float(np.mean(want_BLV.std(axis=-1))))
@@ -337,7 +356,7 @@ def _compare_ids(folder, model, tokens_BL) -> dict[str, Any]:
   texts = [model.tokenizer.decode(row_L) for row_L in tokens_BL]
   texts += ["", " two  blanks\nand a line", "caf\u00e9 \u2581 \U0001f600"]
   try:
-    found = verify.hf_token_ids(folder, texts)
+    found = _read(verify.hf_token_ids, folder, texts)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   bos = [model.tokenizer.bos_id] if model.tokenizer.adds_bos else []
@@ -364,7 +383,9 @@ def _compare_greedy(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
   count = min(GREEDY_TOKENS, model.config.context_len - longest)
   eos = model.tokenizer.eos_id
   try:
-    found = verify.hf_greedy(folder, prompts, count, eos, remote_code)
+    found = _read(
+      verify.hf_greedy, folder, prompts, count, eos, remote_code
+    )
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   params, config = model_lib.unstack_layers(model.params, model.config)
