@@ -310,6 +310,85 @@ def test_an_untouched_import_is_held_against_its_source(tmp_path):
     )
 
 
+def source_report(folder, norm="rms", change=None, read=None, **options):
+  """What an export tells of an imported Hugging Face folder of a tiny model.
+
+  `change` makes other tensors of them, `options` of its config.json.
+  """
+  from taperjax import interop
+  from taperjax.interop import gpt2, hf_files, llama
+
+  model = make(norm, "baseline")
+  layout = llama if norm == "rms" else gpt2
+  tensors, hf_config = layout.to_hf(model.params, model.config)
+  tensors = change(tensors) if change else tensors
+  hf_files.write_folder(folder, tensors, hf_config | options, "float32")
+  found = interop.read(folder, **(read or {}))
+  want_BLV = verify.our_logits(found.params, found.c, found.config, rows())
+  return exporting._compare_source(found, want_BLV, rows())
+
+
+@pytest.mark.parametrize(
+  "norm, options",
+  [("rms", {}), ("layer", {}), ("layer", {"layer_norm_epsilon": 2.0**40})],
+)
+def test_imported_folders_are_held_against_transformers(
+  norm, options, tmp_path
+):
+  """The last one is a model without norms, which we read as a tapered one."""
+  pytest.importorskip("transformers")
+  change = None
+  if options:
+    change = lambda tensors: {
+      name: x * np.float32(2**20) if ".ln_" in name and "weight" in name else x
+      for name, x in tensors.items()
+    }
+  found = source_report(tmp_path, norm, change, **options)
+  assert found["reader"].startswith("transformers")
+  assert 0 < found["max_abs_delta_logit"] < 1e-4 * max(1, found["logit_std"])
+
+
+@pytest.mark.parametrize(
+  "norm, change, read, reason",
+  [
+    (
+      "rms", None, {"gain_offset": 1.0},
+      "transformers does not add gain_offset=1",
+    ),
+    (
+      "layer", lambda t: {f"_orig_mod.{name}": x for name, x in t.items()}, {},
+      "transformers does not know these names or shapes",
+    ),
+    (
+      "layer",
+      lambda t: {
+        name: np.ascontiguousarray(x.T) if ".c_" in name else x
+        for name, x in t.items()
+      },
+      {},
+      "transformers does not know these names or shapes",
+    ),
+  ],
+)
+def test_sources_that_transformers_reads_otherwise_are_not_compared(
+  norm, change, read, reason, tmp_path
+):
+  """We understand them on purpose, so this is no error of the import."""
+  pytest.importorskip("transformers")
+  found = source_report(tmp_path, norm, change, read)
+  assert found == {"reader": None, "reason": reason}
+
+
+def test_a_lost_source_is_said_without_its_path():
+  """The reason stands in the exported page, which others read."""
+  model = make("rms", "baseline")
+  source = {"path": "/home/me/model", "format": "gguf"}
+  found = exporting._compare_source(
+    model.replace(meta={"source": source}), None, None
+  )
+  assert found["reason"] == "the source is no longer where it was"
+
+
 def test_compare_is_right_on_a_case_done_by_hand():
   want = np.log(np.float32([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]]))
   got = np.log(np.float32([[[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]]))

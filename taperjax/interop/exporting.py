@@ -315,8 +315,13 @@ def _compare(
 
 
 def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
-  """Of an untouched import: our model against its files in their own reader."""
-  if "source" not in model.meta or model.step != 0 or model.tapered:
+  """Of an untouched import: our model against its files in their own reader.
+
+  A file without norms is read as a tapered model; one that was calibrated
+  since has a scale_target.
+  """
+  changed = model.step != 0 or model.meta.get("scale_target")
+  if "source" not in model.meta or changed:
     return None
   try:
     got_BLV, reader = _read(verify.source_logits, model, tokens_BL)

@@ -249,10 +249,10 @@ def _lens():
 def stablehlo_logits(
   folder: pathlib.Path, tokens_BL: np.ndarray
 ) -> tuple[np.ndarray, str]:
-  """(logits, reader) of the jax.export artifacts: prefill, then every step.
+  """(logits, reader) of the jax.export artifacts.
 
-  Raises:
-    UserError: prefill of whole rows and the last decode step disagree.
+  Prefill of one token, a decode step for each of the next, and at the last
+  position prefill of whole rows.
   """
   with _needs("flatbuffers"):
     import flatbuffers  # noqa: F401
@@ -276,11 +276,12 @@ def stablehlo_logits(
   ones_B = np.ones(rows, np.int32)
   logits_BV, cache = prefill(*weights, tokens_BL[:, :1], ones_B)
   found = [np.asarray(logits_BV)]
-  for i in range(1, length):
+  for i in range(1, length - 1):
     logits_BV, cache = decode(*weights, tokens_BL[:, i], ones_B * i, cache)
     found.append(np.asarray(logits_BV))
   whole_BV, _ = prefill(*weights, tokens_BL, ones_B * length)
-  return np.stack([*found[:-1], np.asarray(whole_BV)], 1), version("jax")
+  found = [*found[: length - 1], np.asarray(whole_BV)]
+  return np.stack(found, axis=1), version("jax")
 
 
 def safetensors_logits(
@@ -333,12 +334,16 @@ def source_logits(
   """(logits, reader) of the files that a model was imported from.
 
   Raises:
-    Missing: no reader, or the files are not where they were.
+    Missing: no reader, or none that understands the files as we do; or the
+      files are not where they were. The text does not tell where, for it is
+      written into exports.
   """
   source = model.meta["source"]
   path = pathlib.Path(source["path"])
   if not path.exists():
-    raise Missing(f"{path} is no longer there")
+    raise Missing("the source is no longer where it was")
+  if offset := source.get("gain_offset"):
+    raise Missing(f"transformers does not add gain_offset={offset:g}")
   if source["format"].startswith("llama2.c"):
     return llama2c_logits(path, tokens_BL), "a forward pass in NumPy"
   with _transformers() as (torch, transformers):
@@ -348,10 +353,20 @@ def source_logits(
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
       folder, options = path.parent, {"gguf_file": path.name}
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-      str(folder), dtype=torch.float32, **options
-    ).eval()
-    return _torch_logits(torch, network, tokens_BL), version("transformers")
+    network, told = transformers.AutoModelForCausalLM.from_pretrained(
+      str(folder),
+      dtype=torch.float32,
+      trust_remote_code=False,
+      output_loading_info=True,
+      ignore_mismatched_sizes=True,
+      **options,
+    )
+    # Biases that are left out are zeros there, as with us.
+    missing = [k for k in told["missing_keys"] if not k.endswith(".bias")]
+    if missing or told["mismatched_keys"]:
+      raise Missing("transformers does not know these names or shapes")
+    logits = _torch_logits(torch, network.eval(), tokens_BL)
+    return logits, version("transformers")
 
 
 def llama2c_logits(path: pathlib.Path, tokens_BL: np.ndarray) -> np.ndarray:
