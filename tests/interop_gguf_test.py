@@ -320,6 +320,10 @@ def test_dtypes_that_do_not_fit_are_refused(tmp_path):
     gguf_files.write(
       tmp_path / "a.gguf", params, config, BYTES, dtype="float16", name="x"
     )
+  with pytest.raises(UserError, match="tokenizer=None: a GGUF file holds"):
+    gguf_files.write(
+      tmp_path / "a.gguf", params, config, None, dtype="float32", name="x"
+    )
   with pytest.raises(UserError, match="cannot be written"):
     write(tmp_path / "none" / "a.gguf", config)
   assert not list(tmp_path.iterdir())

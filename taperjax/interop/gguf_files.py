@@ -376,7 +376,7 @@ def write(
   path: str | os.PathLike,
   params: dict,
   config: ModelConfig,
-  tokenizer: Tokenizer,
+  tokenizer: Tokenizer | None,
   *,
   dtype: str,
   name: str,
@@ -389,8 +389,8 @@ def write(
     name: the model's name in the metadata.
 
   Raises:
-    UserError: a model that the architecture cannot hold, weights beyond the
-      dtype, or a file that cannot be written.
+    UserError: a model that the architecture cannot hold, or one without a
+      tokenizer; weights beyond the dtype, or a file that cannot be written.
   """
   gguf = _gguf()
   _check_writable(config, tokenizer, dtype)
@@ -461,7 +461,7 @@ def _add(writer, key: str, value: Any) -> None:
 
 
 def _check_writable(
-  config: ModelConfig, tokenizer: Tokenizer, dtype: str
+  config: ModelConfig, tokenizer: Tokenizer | None, dtype: str
 ) -> None:
   def check(field: str, value, holds: bool, rule: str) -> None:
     if not holds:
@@ -488,6 +488,11 @@ def _check_writable(
   if scaling and scaling.kind == "llama3":
     known = RopeScaling("llama3", scaling.factor)
     check("rope_scaling", scaling, scaling == known, "bounds 1, 4 and 8192")
+  if tokenizer is None:
+    raise UserError(
+      "tokenizer=None: a GGUF file holds the tokenizer, and this model has "
+      "none; keep tokenizer/ with the checkpoints, or import with --tokenizer"
+    )
   if tokenizer.vocab_size > config.vocab_size:
     raise UserError(
       f"tokenizer with vocabulary {tokenizer.vocab_size} is larger than the "
