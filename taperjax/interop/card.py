@@ -6,13 +6,16 @@ from typing import Any
 
 FORMS = {
   "plain": "The norms are as they were trained.",
-  "folded": "No trace of the folded norms is left in weights or graph.",
+  "folded": (
+    "The removed norms are folded into the matrices behind them: neither the "
+    "graph nor the file has them."
+  ),
   "huge_eps": (
-    "All norms are folded. The class cannot leave its norms out, so eps is "
-    "2^40 and each gain is c gamma~ 2^20: next to eps the statistic vanishes, "
-    "and a norm is a fixed scaling. Holds while the variance of the stream "
-    "stays below 65,536; never load it in float16 or with another eps, and do "
-    "not fine-tune it with weight decay."
+    "The class cannot leave its norms out, so eps is 2^40 and each gain is "
+    "c gamma~ 2^20: next to eps the statistic vanishes, and what a norm "
+    "computes is the fixed map. Holds while the variance of the stream stays "
+    "below 65,536; never load it in float16 or with another eps, and do not "
+    "fine-tune it with weight decay."
   ),
   "ballast": (
     "The internal norms are folded. The class cannot leave them out, so the "
@@ -85,26 +88,28 @@ def text(report: dict[str, Any]) -> str:
   )
   factors = f"\n| norm | c |\n| --- | --- |\n{sites}" if sites else ""
   notes = "".join(f"- {note}\n" for note in report["notes"])
+  method = "" if modes == ("norm", "norm") else (
+    "Method: gated normalization removal, arXiv:2602.10408; T(h; g) goes from "
+    "a norm\nto c h gamma~ while g falls from 1 to 0, here 0.\n"
+  )
   made = report["model_commit"] or "unknown"
   commit = report["commit"] or "unknown"
   return f"""# A transformer with {gone[modes]}
 
 Written by taperjax {report["taperjax"]}, commit {commit};
 the model is from step {report['step']:,}, commit {made}.
-Method: gated normalization removal, arXiv:2602.10408; T(h; g) goes from a norm
-to c h gamma~ while g falls from 1 to 0, and the rest is folded.
-
+{method}
 {FORMS[report['form']]}
 
 {loading}
 
-{report['params']:,} parameters. Logits against the unfolded model in float32 at
-gate 0, on {report['positions']:,} positions of {report['text']}:
+{report['params']:,} parameters. Logits against the model that was exported, in
+float32, on {report['positions']:,} positions of {report['text']}:
 
 | what | reader | max difference | mean | KL (nats) | same top token |
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 {scale}
-The largest number in the residual stream there is {margin:.3g} times below what
-float16 holds. All figures are in `verification.json`.
+Float16 holds 65,504, which is {margin:.3g} times the largest number in the
+residual stream there. All figures are in `verification.json`.
 {factors}{notes}"""
