@@ -680,22 +680,30 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     )
   if len(args.model) > 1 and not args.matrix:
     raise UserError("several models need --matrix; or give one of them")
+  # Of the folders as written, so that no ".." leads out of --out.
+  names = [os.path.basename(os.path.abspath(path)) for path in args.model]
+  if len(set(names)) < len(names):
+    raise UserError(
+      f"the models {' '.join(args.model)} do not end in different names, which "
+      "their folders get; export them one at a time"
+    )
   rows = []
-  for path in args.model:
+  for path, name in zip(args.model, names, strict=True):
     model = api.load(path, args.step)
-    text = args.data or "the run's validation text"
+    text = "the run's validation text"
+    if args.data:  # its name alone: the report goes out with the model
+      text = pathlib.Path(args.data).name
     common = {"tokens_BL": _compared_tokens(args, model), "text": text}
     common |= {"dtype": args.dtype, "log": say}
     if args.matrix:
       out = pathlib.Path(args.out or "export")
-      name = pathlib.Path(path).absolute().name
       rows += exporting.matrix(name, model, out, **common)
       continue
     out = args.out
     if out is None:
-      name = args.to + ("-remote-code" if args.remote_code else "")
+      label = args.to + ("-remote-code" if args.remote_code else "")
       run = saved.workdir_of(model.folder) or model.folder
-      out = run / "export" / name
+      out = run / "export" / label
     report = exporting.export(
       model,
       args.to,

@@ -117,6 +117,12 @@ def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
   page = (tmp_path / "out" / "README.md").read_text()
   assert f"{exact['max_abs_delta_logit']:.2g}" in page
+  # What it says of the norms is true: folded, held fixed, or as trained.
+  stock = to == "gguf" or to == "hf"
+  folded = mode == "internal" or mode != "baseline" and not stock
+  assert ("are folded" in page) == folded
+  assert ("eps is 2^40" in page) == (stock and mode == "all")
+  assert ("Method: gated" in page) == (mode != "baseline")
 
 
 @pytest.mark.parametrize("norm", SHAPES)
@@ -384,7 +390,7 @@ def test_a_lost_source_is_said_without_its_path():
   model = make("rms", "baseline")
   source = {"path": "/home/me/model", "format": "gguf"}
   found = exporting._compare_source(
-    model.replace(meta={"source": source}), None, None
+    model.replace(step=0, meta={"source": source}), None, None
   )
   assert found["reason"] == "the source is no longer where it was"
 
@@ -427,8 +433,19 @@ def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
   report = json.loads(out)
   assert report["positions"] >= 300
   assert report["text"] == "the run's validation text"
+  told = tmp_path / "story.txt"
+  told.write_text("Once upon a time, there was a dog. " * 40)
   code, out, err = command(
-    "export", run, runs.baseline(root), "--matrix", "--out", tmp_path / "all"
+    "export", run, "--to", "safetensors", "--data", told, "--json",
+    "--out", tmp_path / "bare",
+  )
+  assert code == 0, err
+  for path in (tmp_path / "bare").iterdir():  # nothing of this machine
+    assert str(tmp_path).encode() not in path.read_bytes()
+    assert str(run).encode() not in path.read_bytes()
+  code, out, err = command(
+    "export", run / "checkpoints" / "..", runs.baseline(root), "--matrix",
+    "--out", tmp_path / "all",
   )
   assert code == 0, err
   assert "| tapered | hf | huge_eps | transformers" in out
@@ -446,6 +463,7 @@ def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
     (["--to", "gguf", "--remote-code"], "--remote-code is of --to hf alone"),
     (["--to", "hf", "--weights", "constants"], "--weights=constants is of"),
     (["other", "--to", "hf"], "several models need --matrix"),
+    (["a/nowhere", "--matrix"], "do not end in different names, which their"),
     (["--to", "onnx"], "invalid choice: 'onnx'"),
   ],
 )
