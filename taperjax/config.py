@@ -767,6 +767,12 @@ def _check_lora(config: Config) -> None:
       f"lora.rank={lora.rank} with model.scan_layers=True: adapters are by "
       "layer; set model.scan_layers=False"
     )
+  if config.optimizer.weight_decay:
+    raise UserError(
+      f"optimizer.weight_decay={config.optimizer.weight_decay} with lora.rank="
+      f"{lora.rank} decays nothing: the matrices are frozen and adapters and "
+      "gains stay out of it; set it to 0"
+    )
   _check_positive("lora.alpha", lora.alpha)
   if not lora.targets:
     raise UserError(

@@ -485,6 +485,10 @@ def test_adapters_train_are_merged_and_resume_bit_for_bit(root, tmp_path):
     ({"context_len": 25}, r"context_len=25 differs .* at most that"),
     ({"data__tokenizer": "bytes"}, "data.tokenizer='bytes' with init.check"),
     ({"lora__rank": -1}, r"lora.rank=-1 must be 0"),
+    (
+      {"lora__rank": 2, "optimizer__weight_decay": 0.1},
+      "optimizer.weight_decay=0.1 with lora.rank=2 decays nothing",
+    ),
     ({"lora__rank": 2, "lora__targets": ()}, r"lora.targets=\(\) with"),
     ({"init__checkpoint": "nowhere"}, "nowhere does not exist"),
   ],
