@@ -225,6 +225,14 @@ def test_older_files_leave_out_what_has_a_default(tmp_path):
   assert_same(found.params, params)
 
 
+def test_a_factor_without_a_type_is_linear_scaling(tmp_path):
+  """As in llama.cpp; without it long texts would turn into noise."""
+  write(tmp_path / "a.gguf", make_config())
+  rewrite(tmp_path / "a.gguf", fields={"llama.rope.scaling.factor": 2.0})
+  found = gguf_files.read(tmp_path / "a.gguf").config.rope_scaling
+  assert found == RopeScaling("linear", 2.0)
+
+
 @pytest.mark.parametrize(
   "changes, match",
   [
@@ -248,6 +256,10 @@ def test_older_files_leave_out_what_has_a_default(tmp_path):
     (
       {"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}},
       "tensor blk.0.attn_q_norm.weight is not part of a plain Llama",
+    ),
+    (
+      {"tensors": {"output_norm.weight": np.full(32, np.nan, np.float32)}},
+      "tensor output_norm.weight holds numbers that are not finite",
     ),
     (
       {"tensors": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}},

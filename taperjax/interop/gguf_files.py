@@ -7,7 +7,6 @@ head, ours the halves, so rows of q and k change places on the way.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pathlib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from taperjax import attention
 from taperjax.config import ModelConfig, RopeScaling
 from taperjax.data.tokenizer import Tokenizer
 from taperjax.errors import UserError
-from taperjax.interop import tokenizer_files
+from taperjax.interop import hf_files, tokenizer_files
 from taperjax.saved import Model
 
 # Metadata that decides nothing, or that `read` honours.
@@ -86,6 +85,11 @@ def read(
         f"expanded ({error}); give a file of another type"
       ) from error
     tensors[name] = np.asarray(values, np.float32)
+    if not np.isfinite(tensors[name]).all():
+      raise UserError(
+        f"{path}: tensor {name} holds numbers that are not finite; fetch the "
+        "file again"
+      )
   params = _params(tensors, config, path)
   tokenizer = tokenizer_files.from_gguf(metadata, path)
   if tokenizer.vocab_size != config.vocab_size:
@@ -94,11 +98,9 @@ def read(
       "token_embd.weight; give a file in which they agree"
     )
   types = sorted({tensor.tensor_type.name for tensor in found.values()})
-  with path.open("rb") as file:
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
   source = {
     "format": "gguf",
-    "files": {path.name: digest},
+    "files": {path.name: hf_files.sha256(path)},
     "path": str(path.resolve()),
     "dtype": ",".join(types),
   }
@@ -226,7 +228,8 @@ def _scaling(
   head_dim: int,
   path: pathlib.Path,
 ) -> RopeScaling | None:
-  kind = fields.get("rope.scaling.type", "none")
+  # As in llama.cpp, a factor without a type is that of linear scaling.
+  kind = fields.get("rope.scaling.type", "linear")
   factor = fields.get("rope.scaling.factor", 1.0)
   if "rope.scale_linear" in fields:  # of older files
     kind, factor = "linear", fields["rope.scale_linear"]
