@@ -98,6 +98,12 @@ def test_an_overflow_names_the_tensor(tmp_path):
   bare.write(tmp_path, params, config, dtype="bfloat16")
 
 
+def test_who_may_read_the_page_may_read_the_weights(tmp_path):
+  """safetensors alone would keep them to the owner."""
+  bare.write(tmp_path, *folded(CONFIGS["rms"]), dtype="float32")
+  assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
 def test_mistakes_are_told(tmp_path):
   config = CONFIGS["rms"]
   with pytest.raises(UserError, match="fold the model first"):

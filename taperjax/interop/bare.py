@@ -62,7 +62,10 @@ def save(
   """Writes tensors made by `cast`; "pt" is what transformers looks for."""
   import safetensors.numpy
 
+  path.touch()
+  mode = path.stat().st_mode
   safetensors.numpy.save_file(tensors, path, metadata={"format": framework})
+  path.chmod(mode)  # the library lets the owner alone read it
 
 
 def refuse_tapers(config: ModelConfig) -> None:

@@ -11,14 +11,13 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from taperjax.errors import UserError
+from taperjax.interop import bare
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -206,13 +205,7 @@ def write_folder(
     UserError: a number leaves the dtype; a tied model with a head of its own,
       or an untied one without; a folder that cannot be written.
   """
-  import safetensors.numpy
-
   folder = pathlib.Path(folder)
-  if dtype not in DTYPES.values():
-    raise UserError(
-      f"dtype={dtype!r} is not one of {', '.join(DTYPES.values())}"
-    )
   tied = hf_config.get("tie_word_embeddings")
   if tied is None:
     raise ValueError("hf_config must say whether tie_word_embeddings")
@@ -221,28 +214,14 @@ def write_folder(
     raise UserError(
       f"tie_word_embeddings={tied} and {HEAD} is {fault}; change one of them"
     )
-  target = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-  cast = {}
-  for name, value in tensors.items():
-    with np.errstate(over="ignore"):
-      stored = np.ascontiguousarray(np.asarray(value), dtype=target)
-    if not np.isfinite(stored).all():
-      raise UserError(
-        f"dtype={dtype} does not hold tensor {name!r}, whose largest "
-        f"|value| is {np.abs(value).max():.4g}; use float32 or bfloat16"
-      )
-    cast[name] = stored
+  cast = bare.cast(tensors, dtype)
   written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
   try:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(
       json.dumps(written, indent=2, allow_nan=False) + "\n", encoding="utf-8"
     )
-    safetensors.numpy.save_file(
-      cast, folder / WEIGHTS, metadata={"format": "pt"}
-    )
-    # The library lets the owner alone read it.
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
+    bare.save(folder / WEIGHTS, cast, framework="pt")
   except OSError as error:
     raise UserError(
       f"{folder} cannot be written ({error.strerror}); choose a writable folder"
