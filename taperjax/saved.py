@@ -326,6 +326,8 @@ def write_folded(
       "choose a writable folder"
     ) from error
   finally:
+    if old.exists() and not folder.exists():  # stopped between the two renames
+      old.rename(folder)
     shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
   return report, model.replace(params=params, config=config, folder=folder)

@@ -123,9 +123,23 @@ def test_failed_fold_leaves_the_old_folder_as_it_was(
   def full_disk(*_):
     raise OSError(28, "disk full")
 
-  monkeypatch.setattr(saved, "write_json", full_disk)
-  with pytest.raises(UserError, match="cannot be written .*disk full"):
-    saved.write_folded(out, model, lambda: batches(model))
+  with monkeypatch.context() as patch:
+    patch.setattr(saved, "write_json", full_disk)
+    with pytest.raises(UserError, match="cannot be written .*disk full"):
+      saved.write_folded(out, model, lambda: batches(model))
+  assert os.listdir(tmp_path) == ["folded"]
+  rename = pathlib.Path.rename
+
+  def interrupt(path, target):
+    """Ctrl-C between the two renames."""
+    if target == out and ".part-old-" not in path.name:
+      raise KeyboardInterrupt
+    return rename(path, target)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+      saved.write_folded(out, model, lambda: batches(model))
   assert os.listdir(tmp_path) == ["folded"]
   assert (out / "fold.json").read_text() == report
   for name, array in runs.state(out)[1].items():
