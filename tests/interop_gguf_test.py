@@ -278,7 +278,8 @@ def test_what_is_not_honoured_is_refused_by_name(tmp_path, changes, match):
 def test_context_beyond_the_file_is_refused(tmp_path):
   write(tmp_path / "a.gguf", make_config())
   for length in (0, 65):
-    with pytest.raises(UserError, match=f"context_len={length} must be above"):
+    message = f"context_len={length} must be from 1 to 64"
+    with pytest.raises(UserError, match=message):
       gguf_files.read(tmp_path / "a.gguf", context_len=length)
 
 

@@ -346,7 +346,7 @@ def test_ends_of_a_hugging_face_folder(tmp_path, files, bos, eos):
     ({"config": {"eos_token_id": 400}}, "eos_id=400 is not an id"),
     ({"config": {"eos_token_id": "x"}}, "eos_id='x' is not an id"),
     ({"tokenizer_config": {"eos_token": "</x>"}}, "eos_token='</x>' is not in"),
-    ({"config": [1]}, "config.json cannot be read"),
+    ({"config": [1]}, "config.json holds no JSON object"),
   ],
 )
 def test_wrong_ends_of_a_hugging_face_folder_are_told(tmp_path, files, match):

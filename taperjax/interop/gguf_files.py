@@ -18,7 +18,7 @@ from taperjax import attention
 from taperjax.config import ModelConfig, RopeScaling
 from taperjax.data.tokenizer import Tokenizer
 from taperjax.errors import UserError
-from taperjax.interop import hf_files, tokenizer_files
+from taperjax.interop import hf_files, llama, tokenizer_files
 from taperjax.saved import Model
 
 # Metadata that decides nothing, or that `read` honours.
@@ -185,11 +185,7 @@ def _config(
   if head_dim % 2:
     raise refuse("llama.attention.key_length", "must be even")
   longest = number("context_length", int)
-  if context_len is not None and not 0 < context_len <= longest:
-    raise UserError(
-      f"context_len={context_len} must be above 0 and at most the file's "
-      f"{longest}; leave it out for that"
-    )
+  context_len = llama.shorter_context(longest, context_len)
   if "token_embd.weight" not in found:
     raise UserError(f"{path} has no tensor token_embd.weight; fetch it again")
   names = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
@@ -215,7 +211,7 @@ def _config(
     internal_norm="norm",
     final_norm="norm",
     vocab_size=int(found["token_embd.weight"].shape[-1]),
-    context_len=context_len or longest,
+    context_len=context_len,
     compute_dtype="float32",
     rope_scaling=_scaling(fields, found, theta, head_dim, path),
   )

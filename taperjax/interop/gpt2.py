@@ -18,7 +18,7 @@ import numpy as np
 from taperjax import model as model_lib
 from taperjax.config import BIASES, ModelConfig
 from taperjax.errors import UserError
-from taperjax.interop import hf_files
+from taperjax.interop import hf_files, llama
 from taperjax.saved import Model
 
 # An eps beside which no variance counts: files of models without norms.
@@ -247,15 +247,10 @@ def from_tensors(
   if not tied:
     _check_shape(hf_files.HEAD, head, (config.vocab_size, config.embed_dim))
     params["head"] = {"kernel": np.ascontiguousarray(head.T)}
-  if context_len is not None:
-    if not 0 < context_len <= config.context_len:
-      raise UserError(
-        f"context_len={context_len} must be between 1 and n_positions="
-        f"{config.context_len}, the positions of the file"
-      )
-    position = params["position_embed"]
-    position["embedding"] = position["embedding"][:context_len].copy()
-    config = config.replace(context_len=context_len)
+  context_len = llama.shorter_context(config.context_len, context_len)
+  position = params["position_embed"]
+  position["embedding"] = position["embedding"][:context_len].copy()
+  config = config.replace(context_len=context_len)
   config = config.replace(
     biases=tuple(n for n in BIASES if n in take.biases), tied=tied
   )

@@ -22,6 +22,7 @@ from taperjax.data.tokenizer import (
   Tokenizer,
 )
 from taperjax.errors import UserError
+from taperjax.interop import hf_files
 
 # Kinds of pieces, numbered alike in SentencePiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -284,17 +285,7 @@ def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
   """A JSON file as a dict; empty if there is no file."""
-  try:
-    found = json.loads(path.read_bytes())
-    if not isinstance(found, dict):
-      raise ValueError("not an object")
-  except FileNotFoundError:
-    return {}
-  except (OSError, ValueError) as error:
-    raise UserError(
-      f"{path} cannot be read ({error}); put the file back as it was saved"
-    ) from error
-  return found
+  return hf_files.read_json(path) if path.exists() else {}
 
 
 def from_gguf(
