@@ -752,6 +752,12 @@ def _print_export(out: Any, report: dict[str, Any]) -> None:
       f"{errors['max_abs_delta_logit']:.3g}, KL {errors['kl']:.3g} nats, same "
       f"top token {errors['top1']:.2%}, read by {errors['reader']}"
     )
+  if (greedy := report.get("greedy")) and greedy["reader"] is not None:
+    same = "the same" if greedy["same_ids"] else "OTHER"
+    print(
+      f"  greedy: {greedy['reader']} continues 3 prompts with {same} ids as "
+      f"taperjax, up to {greedy['tokens']} each"
+    )
   for note in report["notes"]:
     print(f"  note: {note}")
 
