@@ -8,6 +8,7 @@ llama.cpp runs it. They hold at gate 0 only: the caller checks the gate.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -184,92 +185,39 @@ def ballast(
     if dtype == "float16":
       log2 = min(log2, _LOG2_FLOAT16)
   big = 2.0**log2
-  heads = width // config.head_dim if layer else config.num_heads
-  if not layer:
+  if layer:
+    heads = kv_heads = width // config.head_dim
+  else:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
     hidden = _up(hidden + 1, math.gcd(hidden, _BLOCK))
+  wide = _Wide(width, hidden, heads, kv_heads, centred=layer)
   ballast_D = np.zeros(width)
   ballast_D[d : d + count] = big
   if layer:
     ballast_D[d + 1 : d + count : 2] = -big
 
-  def stream(x, axis=-1):
-    """Pads the axis of the stream with zeros."""
-    return _pad(x, axis, width)
-
-  def write(x):
-    """What is added to the stream: centred where the mean is not seen."""
-    x = np.float64(x)
-    return stream(x - x.mean(axis=-1, keepdims=True) if layer else x)
-
-  def inner(x, axis):
-    return _pad(x, axis, hidden)
-
   embedding_VD = params["embed"]["embedding"]
   if layer and config.tied:
     embedding_VD = _with_means(embedding_VD, ballast_D, count, dtype)
   else:
-    embedding_VD = np.float32(write(embedding_VD) + ballast_D)
+    embedding_VD = np.float32(wide.write(embedding_VD) + ballast_D)
   out = {"embed": {"embedding": embedding_VD}}
   if config.positions == "learned":
-    position_MD = write(params["position_embed"]["embedding"])
+    position_MD = wide.write(params["position_embed"]["embedding"])
     out["position_embed"] = {"embedding": np.float32(position_MD)}
-
   unit_D = np.zeros(width, np.float32)
   unit_D[:d] = big * 2.0**-j
   for n in range(config.num_layers):
-    block = params[f"block_{n}"]
-    attn = {}
-    for name in "qkv":
-      own = heads if layer or name == "q" else config.num_kv_heads
-      attn[name] = {
-        k: _pad(stream(x, 0) if k == "kernel" else x, -2, own)
-        for k, x in block["attn"][name].items()
-      }
-    attn["o"] = {
-      k: np.float32(_pad(write(x), 0, heads) if k == "kernel" else write(x))
-      for k, x in block["attn"]["o"].items()
-    }
-    mlp = {
-      name: {
-        k: inner(stream(x, 0) if k == "kernel" else x, -1)
-        for k, x in block["mlp"][name].items()
-      }
-      for name in ("gate", "up") if name in block["mlp"]
-    }
-    mlp["down"] = {
-      k: np.float32(inner(write(x), 0) if k == "kernel" else write(x))
-      for k, x in block["mlp"]["down"].items()
-    }
-    if layer:
-      mlp["down"].setdefault("bias", np.zeros(width, np.float32))
-    norms = {}
-    for name in ("attn_norm", "mlp_norm"):
-      norms[name] = {"scale": unit_D.copy()}
-      if layer:
-        norms[name]["bias"] = np.zeros(width, np.float32)
-    out[f"block_{n}"] = {"attn": attn, "mlp": mlp, **norms}
-
-  last = out[f"block_{config.num_layers - 1}"]
-  if layer:
-    last["mlp"]["down"]["bias"] -= np.float32(ballast_D)
-  else:
-    last["mlp_norm"]["scale"][d] = 2.0**-j
-    first = config.mlp_dim  # the new hidden unit
-    if config.mlp == "swiglu":
-      last["mlp"]["gate"]["kernel"][d, first] = 64.0
-      last["mlp"]["up"]["kernel"][d, first] = 1.0
-    else:
-      last["mlp"]["up"]["kernel"][d, first] = 64.0
-    last["mlp"]["down"]["kernel"][first] = -ballast_D / 64.0
-
+    out[f"block_{n}"] = _wide_block(params[f"block_{n}"], wide, unit_D)
+  _take_off(out[f"block_{config.num_layers - 1}"], ballast_D, config, j)
   final = params["final_norm"]
   scale_D = np.float64(final["scale"]) * math.sqrt(d / width)
-  out["final_norm"] = {"scale": np.float32(stream(scale_D))}
+  out["final_norm"] = {"scale": np.float32(wide.stream(scale_D))}
   if layer:
-    out["final_norm"]["bias"] = stream(final["bias"])
+    out["final_norm"]["bias"] = wide.stream(final["bias"])
   if not config.tied:
     head = dict(params["head"])
-    head["kernel"] = stream(head["kernel"], 0)
+    head["kernel"] = wide.stream(head["kernel"], 0)
     out["head"] = head
 
   biases = {*config.biases, *(["down"] if layer else [])}
@@ -291,11 +239,90 @@ def ballast(
     embed_dim=width,
     mlp_dim=hidden,
     num_heads=heads,
-    num_kv_heads=heads if layer else config.num_kv_heads,
+    num_kv_heads=kv_heads,
     norm_eps=config.norm_eps * d / width,
     biases=tuple(name for name in BIASES if name in biases),
   )
   return out, config, info
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wide:
+  """Sizes of the widened model, and how tensors grow to them by zeros."""
+
+  width: int
+  hidden: int
+  heads: int
+  kv_heads: int
+  centred: bool  # what is written to the stream has mean 0
+
+  def stream(self, x, axis=-1):
+    return _pad(x, axis, self.width)
+
+  def inner(self, x, axis):
+    return _pad(x, axis, self.hidden)
+
+  def write(self, x):
+    """What is added to the stream, float64: centred where it may be."""
+    x = np.float64(x)
+    if self.centred:
+      x = x - x.mean(axis=-1, keepdims=True)
+    return self.stream(x)
+
+
+def _wide_block(block: dict, wide: _Wide, unit_D: np.ndarray) -> dict:
+  """A folded block for the wide stream, its norms made identities."""
+  own = {"q": wide.heads, "k": wide.kv_heads, "v": wide.kv_heads}
+  attn = {
+    name: {
+      k: _pad(wide.stream(x, 0) if k == "kernel" else x, -2, own[name])
+      for k, x in block["attn"][name].items()
+    }
+    for name in "qkv"
+  }
+  attn["o"] = {
+    k: np.float32(
+      _pad(wide.write(x), 0, wide.heads) if k == "kernel" else wide.write(x)
+    )
+    for k, x in block["attn"]["o"].items()
+  }
+  mlp = {
+    name: {
+      k: wide.inner(wide.stream(x, 0) if k == "kernel" else x, -1)
+      for k, x in block["mlp"][name].items()
+    }
+    for name in ("gate", "up") if name in block["mlp"]
+  }
+  mlp["down"] = {
+    k: np.float32(
+      wide.inner(wide.write(x), 0) if k == "kernel" else wide.write(x)
+    )
+    for k, x in block["mlp"]["down"].items()
+  }
+  norms = {name: {"scale": unit_D.copy()} for name in ("attn_norm", "mlp_norm")}
+  if wide.centred:  # LayerNorm
+    zeros_D = np.zeros(wide.width, np.float32)
+    mlp["down"].setdefault("bias", zeros_D.copy())
+    for norm in norms.values():
+      norm["bias"] = zeros_D.copy()
+  return {"attn": attn, "mlp": mlp, **norms}
+
+
+def _take_off(
+  last: dict, ballast_D: np.ndarray, config: ModelConfig, j: int
+) -> None:
+  """Lets the last MLP take the ballast off; `config` has the narrow sizes."""
+  if config.norm == "layer":
+    last["mlp"]["down"]["bias"] -= np.float32(ballast_D)
+    return
+  pad, unit = config.embed_dim, config.mlp_dim  # the first of each that is new
+  last["mlp_norm"]["scale"][pad] = 2.0**-j
+  if config.mlp == "swiglu":
+    last["mlp"]["gate"]["kernel"][pad, unit] = 64.0
+    last["mlp"]["up"]["kernel"][pad, unit] = 1.0
+  else:
+    last["mlp"]["up"]["kernel"][pad, unit] = 64.0
+  last["mlp"]["down"]["kernel"][unit] = -ballast_D / 64.0
 
 
 def _with_means(
