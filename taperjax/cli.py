@@ -716,6 +716,8 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
       _print_export(out, report)
     return {"out": str(out), **report}
   lines = exporting.matrix_lines(rows)
+  with contextlib.suppress(OSError):  # is not there when all were refused
+    out.mkdir(parents=True, exist_ok=True)
   write_json(out / "matrix.json", rows)
   if not args.json:
     print("\n".join(lines))

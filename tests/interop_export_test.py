@@ -455,6 +455,17 @@ def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
   assert (tmp_path / "all" / "tapered" / "stablehlo" / "runner.py").exists()
 
 
+def test_a_matrix_of_refusals_is_written_too(root, tmp_path):
+  (tmp_path / "a.txt").write_text("Once upon a time.")
+  code, out, err = command(
+    "export", runs.baseline(root), "--matrix", "--data", tmp_path / "a.txt",
+    "--out", tmp_path / "all",
+  )
+  assert code == 0, err
+  assert "refused (1)" in out and "but a comparison needs 300" in out
+  assert [p.name for p in (tmp_path / "all").iterdir()] == ["matrix.json"]
+
+
 @pytest.mark.parametrize(
   "arguments, message",
   [
