@@ -721,6 +721,11 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
   write_json(out / "matrix.json", rows)
   if not args.json:
     print("\n".join(lines))
+  if failed := [row for row in rows if "failed" in row]:
+    raise UserError(
+      f"{len(failed)} of {len(rows)} exports failed their checks; the reasons "
+      f"are in {out / 'matrix.json'}"
+    )
   return {"out": str(out), "rows": rows}
 
 

@@ -484,3 +484,41 @@ def test_mistakes_in_export_are_one_line(arguments, message):
   assert message in err
   assert err.count("\n") == 1
   assert not out
+
+
+def test_generate_that_parts_from_ours_fails_unless_it_is_a_tie(
+  tmp_path, monkeypatch
+):
+  """Rounding may choose between two equal logits, never between others."""
+  pytest.importorskip("transformers")
+  greedy = verify.hf_greedy
+
+  def other(*arguments):
+    first, *rest = greedy(*arguments)
+    return [[*first[:3], (first[3] + 1) % 257, *first[4:]], *rest]
+
+  monkeypatch.setattr(verify, "hf_greedy", other)
+  with pytest.raises(exporting.Failed, match="continues a prompt otherwise"):
+    export(make(), "hf", tmp_path / "out", dtype="float32")
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setattr(exporting, "_gap", lambda *a: (1e-6, 2e-4))
+  report = export(make(), "hf", tmp_path / "out", dtype="float32")
+  assert report["greedy"]["same_ids"] is False
+  assert report["greedy"]["largest_tie"] == 1e-6
+
+
+def test_the_matrix_tells_a_failure_from_a_refusal(
+  root, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(
+    exporting, "COLUMNS",
+    (("safetensors", "safetensors", False),
+     ("transformer-lens", "transformer-lens", False)),
+  )
+  monkeypatch.setattr(verify, "BOUND", -1.0)
+  run = runs.baseline(root)
+  code, out, err = command("export", run, "--matrix", "--out", tmp_path)
+  assert code == 2
+  assert "| baseline | safetensors | failed (1) |" in out
+  assert "| baseline | transformer-lens | refused (2) |" in out
+  assert "1 of 2 exports failed their checks" in err

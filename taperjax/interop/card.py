@@ -29,7 +29,7 @@ LOADING = {
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER{trust}, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER{trust})
 ```""",
   "transformer-lens": """```python
 import sys

@@ -35,6 +35,11 @@ from taperjax.interop import (
 )
 from taperjax.summary import commit, strict, write_json
 
+
+class Failed(UserError):
+  """An export that its reader, or a bound, turned down."""
+
+
 FORMATS = ("hf", "transformer-lens", "stablehlo", "safetensors", "gguf")
 REPORT = "verification.json"  # marks a folder as an export of ours
 GREEDY_TOKENS = 64
@@ -206,7 +211,9 @@ def export(
         _write_tokenizer(part, model)
       if to == "hf":
         whole = part if dtype == "float32" else check
-        report["tokenizer"] = _compare_ids(part, model, tokens_BL)
+        report["tokenizer"] = _compare_ids(
+          part, model, tokens_BL, remote_code
+        )
         report["greedy"] = _compare_greedy(
           whole, model, tokens_BL, remote_code
         )
@@ -284,7 +291,7 @@ def _read(reader: Callable[..., Any], *args) -> Any:
     raise
   except Exception as error:  # of other people's programs: any type
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    raise UserError(
+    raise Failed(
       f"the model cannot be read back ({reason}); nothing was written: try "
       "another format or version of the reader, --debug shows the whole error"
     ) from error
@@ -305,7 +312,7 @@ def _compare(
   else:
     name, most = "kl", verify.STORED_KL_BOUND
   if not errors[name] <= most:  # a NaN is no pass
-    raise UserError(
+    raise Failed(
       f"{name}={errors[name]:.3g} of the {to} export in {dtype}, read by "
       f"{reader}, is above its bound {most:.3g}; nothing was written: this "
       "model does not survive that format or dtype, try float32 or another "
@@ -330,7 +337,7 @@ def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
   errors = verify.compare(got_BLV, want_BLV)
   most = verify.bound(errors, "plain", model.config.norm)
   if not errors["max_abs_delta_logit"] <= most:
-    raise UserError(
+    raise Failed(
       f"max_abs_delta_logit={errors['max_abs_delta_logit']:.3g} between the "
       f"imported model and its source, read by {reader}, is above "
       f"{most:.3g}; nothing was written: import the source again"
@@ -348,7 +355,7 @@ def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
     return {"reader": None, "reason": str(missing)}
   most = verify.BOUND * max(1.0, float(np.mean(want_BLV.std(axis=-1))))
   if not found["attribution_error"] <= most:
-    raise UserError(
+    raise Failed(
       f"attribution_error={found['attribution_error']:.3g}: the parts of the "
       f"stream do not sum to the logits within {most:.3g}; nothing was "
       "written: the stream of this model is too large for float32"
@@ -356,18 +363,18 @@ def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
   return {**found, "bound": {"attribution_error": most}}
 
 
-def _compare_ids(folder, model, tokens_BL) -> dict[str, Any]:
+def _compare_ids(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
   """AutoTokenizer gives the ids that training saw."""
   texts = [model.tokenizer.decode(row_L) for row_L in tokens_BL]
   texts += ["", " two  blanks\nand a line", "caf\u00e9 \u2581 \U0001f600"]
   try:
-    found = _read(verify.hf_token_ids, folder, texts)
+    found = _read(verify.hf_token_ids, folder, texts, remote_code)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   bos = [model.tokenizer.bos_id] if model.tokenizer.adds_bos else []
   for text, ids in zip(texts, found, strict=True):
     if ids != bos + model.tokenizer.encode(text):
-      raise UserError(
+      raise Failed(
         f"AutoTokenizer gives other ids than the model was trained on for the "
         f"text {text[:40]!r}; nothing was written: this tokenizer cannot be "
         "exported, export to safetensors"
@@ -403,8 +410,33 @@ def _compare_greedy(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
     c=model.c,
     stop_ids=(eos,),
   )
-  return {"reader": verify.version("transformers"), "tokens": count,
-          "same_ids": found == ours}
+  report = {"reader": verify.version("transformers"), "tokens": count,
+            "same_ids": found == ours}
+  for prompt, a, b in zip(prompts, ours, found, strict=True):
+    if a != b:
+      gap, most = _gap(model, prompt, a, b, eos)
+      report["largest_tie"] = max(gap, report.get("largest_tie", 0.0))
+      if not gap <= most:
+        raise Failed(
+          f"generate of transformers continues a prompt otherwise than we do, "
+          f"where our logits of the two tokens differ by {gap:.3g}, above "
+          f"{most:.3g}; nothing was written: try another format"
+        )
+  return report
+
+
+def _gap(model, prompt, ours, theirs, eos) -> tuple[float, float]:
+  """(our logits' difference where two rows part, twice the bound of one)."""
+  ours, theirs = [*ours, eos], [*theirs, eos]
+  same = 0
+  while ours[same] == theirs[same]:
+    same += 1
+  row_BL = np.asarray([prompt + ours[:same]])
+  logits_V = verify.our_logits(
+    model.params, model.c, model.config, row_BL
+  )[0, -1]
+  gap = abs(float(logits_V[ours[same]] - logits_V[theirs[same]]))
+  return gap, 2 * verify.BOUND * max(1.0, float(logits_V.std()))
 
 
 def _residuals(form: Form, tokens_BL) -> dict[str, Any]:
@@ -462,7 +494,8 @@ def matrix(
   """Every format of one model, in folders under `out`.
 
   Returns:
-    One dict for each format: model, format, and the report or `refused`.
+    One dict for each format: model, format, and the report, or why it was
+    `refused` (the format cannot hold the model) or has `failed` its checks.
   """
   found = []
   for label, to, remote_code in COLUMNS:
@@ -479,7 +512,7 @@ def matrix(
         remote_code=remote_code,
       )
     except UserError as error:
-      row["refused"] = str(error)
+      row["failed" if isinstance(error, Failed) else "refused"] = str(error)
     found.append(row)
   return found
 
@@ -494,9 +527,10 @@ def matrix_lines(rows: list[dict[str, Any]]) -> list[str]:
   notes = {}
   for row in rows:
     start = f"| {row['model']} | {row['format']} |"
-    if "refused" in row:
-      number = notes.setdefault(row["refused"], len(notes) + 1)
-      lines.append(f"{start} refused ({number}) |" + " |" * 6)
+    if fate := {"refused", "failed"} & row.keys():
+      (fate,) = fate
+      number = notes.setdefault(row[fate], len(notes) + 1)
+      lines.append(f"{start} {fate} ({number}) |" + " |" * 6)
       continue
     report = row["report"]
     exact, kept = report["float32"], report["stored"]

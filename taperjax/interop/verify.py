@@ -148,17 +148,24 @@ def _torch_logits(torch, network, tokens_BL: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def hf_model(folder: pathlib.Path, remote_code: bool):
-  """(torch, model of a Hugging Face folder) in the dtype of its file."""
+def _remote(remote_code: bool):
+  """`_transformers`, where remote code is not copied to the user's cache."""
   with contextlib.ExitStack() as stack:
     torch, transformers = stack.enter_context(_transformers())
-    if remote_code:  # is copied before it runs: not into the user's cache
+    if remote_code:
       modules = transformers.dynamic_module_utils
       copy = stack.enter_context(tempfile.TemporaryDirectory())
       stack.enter_context(
         unittest.mock.patch.object(modules, "HF_MODULES_CACHE", copy)
       )
       stack.enter_context(unittest.mock.patch.object(sys, "path", [*sys.path]))
+    yield torch, transformers
+
+
+@contextlib.contextmanager
+def hf_model(folder: pathlib.Path, remote_code: bool):
+  """(torch, model of a Hugging Face folder) in the dtype of its file."""
+  with _remote(remote_code) as (torch, transformers):
     yield torch, transformers.AutoModelForCausalLM.from_pretrained(
       str(folder), dtype="auto", trust_remote_code=remote_code
     ).eval()
@@ -202,10 +209,14 @@ def hf_greedy(
   return [r[: r.index(eos_id)] if eos_id in r else r for r in rows]
 
 
-def hf_token_ids(folder: pathlib.Path, texts: list[str]) -> list[list[int]]:
+def hf_token_ids(
+  folder: pathlib.Path, texts: list[str], remote_code: bool = False
+) -> list[list[int]]:
   """Ids that AutoTokenizer gives, its own special tokens included."""
-  with _transformers() as (_, transformers):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+  with _remote(remote_code) as (_, transformers):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+      str(folder), trust_remote_code=remote_code
+    )
     return [tokenizer(text)["input_ids"] for text in texts]
 
 
