@@ -497,9 +497,13 @@ def test_what_is_no_model_is_told_in_one_line(bare, tmp_path):
   (tmp_path / "a.txt").write_text("text")
   (tmp_path / "a.safetensors").write_text("text")
   (tmp_path / "a.gguf").write_text("text")
+  pipe = tmp_path / "pipe"
+  pipe.mkdir()
+  os.mkfifo(pipe / "config.json")  # reading it would never end
   for source, message in (
     (tmp_path / "none", "does not exist"),
     (empty, "holds no model that is understood"),
+    (pipe, "config.json is neither a file nor a folder"),
     (run_folder, "has no model_type.*a run of taperjax needs no import"),
     (both, "several models, a.bin, b.bin; give one"),
     (tmp_path / "a.txt", "is neither a GGUF file nor a llama2.c .bin"),

@@ -169,10 +169,16 @@ def _config(
 
   def number(key: str, kind, default=None):
     value = fields.get(key, default)
-    if type(value) is not kind or not value > 0:
-      raise refuse(f"llama.{key}", f"must be one {kind.__name__} above 0")
+    low, high = (1, 2**31) if kind is int else (2**-126, 2**127)
+    if type(value) is not kind or not low <= value < high:
+      raise refuse(
+        f"llama.{key}", f"must be one {kind.__name__} above 0 of 32 bits"
+      )
     return value
 
+  layers = number("block_count", int)
+  if layers > len(found):  # before any list of so many
+    raise refuse("llama.block_count", f"is more than {len(found)} tensors")
   width = number("embedding_length", int)
   heads = number("attention.head_count", int)
   head_dim = number("attention.key_length", int, width // heads)
@@ -192,7 +198,7 @@ def _config(
   biases = [b for b, name in names.items() if f"blk.0.{name}.bias" in found]
   theta = number("rope.freq_base", float, 10_000.0)
   return ModelConfig(
-    num_layers=number("block_count", int),
+    num_layers=layers,
     embed_dim=width,
     num_heads=heads,
     num_kv_heads=kv_heads,
@@ -236,10 +242,10 @@ def _scaling(
     )
   linear = None
   if kind == "linear":
-    if type(factor) is not float or not factor > 0:
+    if type(factor) is not float or not 2**-126 <= factor < 2**127:
       raise UserError(
         f"{path}: llama.rope.scaling.factor={factor!r} must be a number above "
-        "0; give another file"
+        "0 that float32 holds; give another file"
       )
     linear = RopeScaling("linear", factor) if factor != 1.0 else None
   if "rope_freqs.weight" not in found:

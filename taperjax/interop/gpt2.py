@@ -286,7 +286,7 @@ def _read_config(hf_config: dict[str, Any]) -> tuple[ModelConfig, bool]:
         f"config.json: {name}={hf_config[name]!r} is not supported; only "
         f"{good} is"
       )
-  size = {name: _whole(hf_config, name) for name in _SIZES}
+  size = {name: hf_files.whole(hf_config, name) for name in _SIZES}
   if hf_config.get("n_ctx", size["n_positions"]) != size["n_positions"]:
     raise UserError(
       f"config.json: n_ctx={hf_config['n_ctx']!r} is not n_positions="
@@ -300,9 +300,9 @@ def _read_config(hf_config: dict[str, Any]) -> tuple[ModelConfig, bool]:
     )
   inner = 4 * width
   if hf_config.get("n_inner") is not None:
-    inner = _whole(hf_config, "n_inner")
+    inner = hf_files.whole(hf_config, "n_inner")
   activation = hf_config.get("activation_function", "gelu_new")
-  if activation not in _ACTIVATIONS:
+  if str(activation) not in _ACTIVATIONS:
     raise UserError(
       f"config.json: activation_function={activation!r} is not one of "
       f"{', '.join(_ACTIVATIONS)}"
@@ -323,10 +323,10 @@ def _read_config(hf_config: dict[str, Any]) -> tuple[ModelConfig, bool]:
     positions="learned",
     rope_theta=10_000.0,  # without effect
     rotary_dim=width // heads,
-    norm_eps=_positive(hf_config, "layer_norm_epsilon", 1e-5),
+    norm_eps=hf_files.number(hf_config, "layer_norm_epsilon", 1e-5),
     biases=(),
     tied=tied,
-    init_std=_positive(hf_config, "initializer_range", 0.02),
+    init_std=hf_files.number(hf_config, "initializer_range", 0.02),
     scan_layers=False,
     norm="layer",
     internal_norm="norm",
@@ -335,23 +335,6 @@ def _read_config(hf_config: dict[str, Any]) -> tuple[ModelConfig, bool]:
     context_len=size["n_positions"],
     compute_dtype="float32",
   ), tied
-
-
-def _whole(hf_config, name: str) -> int:
-  value = hf_config.get(name)
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise UserError(
-      f"config.json: {name}={value!r} must be a whole number above 0"
-    )
-  return value
-
-
-def _positive(hf_config, name: str, default: float) -> float:
-  value = hf_config.get(name, default)
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not number or not 0 < value < math.inf:
-    raise UserError(f"config.json: {name}={value!r} must be a number above 0")
-  return float(value)
 
 
 def _plain_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -428,6 +411,11 @@ class _Taker:
   def tree(self) -> dict:
     """The parameters but for the head; every tensor is used."""
     cfg, d = self.config, self.config.embed_dim
+    if cfg.num_layers > len(self.tensors):  # before any list of so many
+      raise UserError(
+        f"n_layer={cfg.num_layers} in config.json is more than the file's "
+        f"{len(self.tensors)} tensors; fetch both again"
+      )
     hidden, heads = cfg.mlp_dim, (cfg.num_heads, cfg.head_dim)
     first = self.tensors.get("h.0.attn.c_attn.weight")
     self.linear_storage = first is not None and first.shape == (3 * d, d)

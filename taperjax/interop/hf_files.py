@@ -77,6 +77,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   Raises:
     UserError: no such file, or no JSON object in it.
   """
+  check_regular(path)
   try:
     value = json.loads(path.read_bytes())
   except OSError as error:
@@ -90,6 +91,46 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise UserError(f"{path} holds no JSON object; fetch the file again")
   return value
+
+
+def check_regular(path: pathlib.Path) -> None:
+  """Raises where reading a device or a pipe would not end."""
+  if path.exists() and not (path.is_file() or path.is_dir()):
+    raise UserError(
+      f"{path} is neither a file nor a folder; put the file itself there"
+    )
+
+
+def whole(fields: Mapping[str, Any], name: str) -> int:
+  """A size in config.json.
+
+  Raises:
+    UserError: it is missing, or none.
+  """
+  value = fields.get(name)
+  if type(value) is not int or not 0 < value < 2**31:
+    raise UserError(
+      f"{name}={value!r} in config.json must be a whole number above 0 and "
+      "below 2^31; mend config.json"
+    )
+  return value
+
+
+def number(
+  fields: Mapping[str, Any], name: str, default: float | None = None
+) -> float:
+  """A number in config.json that float32 holds.
+
+  Raises:
+    UserError: it is missing without a default, or none.
+  """
+  value = fields.get(name, default)
+  if type(value) not in (int, float) or not 2**-126 <= value < 2**127:
+    raise UserError(
+      f"{name}={value!r} in config.json must be a finite number above 0 that "
+      "float32 holds; mend config.json"
+    )
+  return float(value)
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -126,7 +167,7 @@ def _shards(folder: pathlib.Path) -> dict[str, set[str] | None]:
       )
     if not (folder / name).is_file():
       raise UserError(
-        f"{index}: {name} does not exist in {folder}; fetch that file"
+        f"{index}: {name!r} does not exist in {folder}; fetch that file"
       )
     shards.setdefault(name, set()).add(tensor)
   return shards
@@ -150,6 +191,7 @@ def _open(path: pathlib.Path):
   """A safetensors file, its header checked by the library."""
   from safetensors import SafetensorError, safe_open
 
+  check_regular(path)
   try:
     return safe_open(path, framework="numpy")
   except (SafetensorError, OSError, ValueError) as error:

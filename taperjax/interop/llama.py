@@ -88,9 +88,10 @@ def read(
 
 
 def _check_offset(gain_offset: float) -> None:
-  if not math.isfinite(gain_offset):
+  if not abs(gain_offset) < 2**127:
     raise UserError(
-      f"gain_offset={gain_offset} is not finite; give a number, for example 1"
+      f"gain_offset={gain_offset} is not finite in float32; give a number, "
+      "for example 1"
     )
 
 
@@ -135,7 +136,7 @@ def config_from_hf(
     raise UserError(
       f"hidden_act={act!r} is not understood; the MLP must be SwiGLU (silu)"
     )
-  whole = lambda name: _whole(hf_config, name)
+  whole = lambda name: hf_files.whole(hf_config, name)
   width, heads = whole("hidden_size"), whole("num_attention_heads")
   kv_heads = heads
   if kind != "llama" or hf_config.get("num_key_value_heads") is not None:
@@ -174,7 +175,7 @@ def config_from_hf(
     positions="rope",
     rope_theta=theta,
     rotary_dim=head_dim,
-    norm_eps=_number(hf_config, "rms_norm_eps"),
+    norm_eps=hf_files.number(hf_config, "rms_norm_eps"),
     biases=biases,
     tied=_flag(hf_config, "tie_word_embeddings"),
     init_std=0.02,
@@ -199,26 +200,6 @@ def shorter_context(longest: int, context_len: int | None) -> int:
       "that the model has positions for"
     )
   return context_len
-
-
-def _whole(fields: Mapping[str, Any], name: str) -> int:
-  value = fields.get(name)
-  if type(value) is not int or not 0 < value < 2**31:
-    raise UserError(
-      f"{name}={value!r} in config.json must be a whole number above 0 and "
-      "below 2^31; mend config.json"
-    )
-  return value
-
-
-def _number(fields: Mapping[str, Any], name: str) -> float:
-  value = fields.get(name)
-  if type(value) not in (int, float) or not 0 < value < 2**127:
-    raise UserError(
-      f"{name}={value!r} in config.json must be a finite number above 0; mend "
-      "config.json"
-    )
-  return float(value)
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
@@ -251,7 +232,7 @@ def _check_window(
   hf_config = default | dict(hf_config)
   if hf_config.get("sliding_window") is None:
     return
-  window = _whole(hf_config, "sliding_window")
+  window = hf_files.whole(hf_config, "sliding_window")
   if kind == "qwen2":
     first = hf_config.get("max_window_layers", 0)  # the layers before see all
     types = hf_config.get("layer_types")
@@ -292,7 +273,7 @@ def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       groups[key] = group
   sources = [hf_config, *groups.values()]
   thetas = {
-    _number(fields, "rope_theta")
+    hf_files.number(fields, "rope_theta")
     for fields in sources
     if fields.get("rope_theta") is not None
   }
@@ -346,17 +327,17 @@ def _scaling(key: str, group: Mapping[str, Any]) -> RopeScaling | None:
       )
   if kind == "default":
     return None
-  factor = _number(group, "factor")
+  factor = hf_files.number(group, "factor")
   if kind == "linear":
     return RopeScaling("linear", factor)
-  low = _number(group, "low_freq_factor")
-  high = _number(group, "high_freq_factor")
+  low = hf_files.number(group, "low_freq_factor")
+  high = hf_files.number(group, "high_freq_factor")
   if not low < high:
     raise UserError(
       f"{key}: low_freq_factor={low} must be below high_freq_factor={high}; "
       "mend config.json"
     )
-  original = _whole(group, "original_max_position_embeddings")
+  original = hf_files.whole(group, "original_max_position_embeddings")
   return RopeScaling("llama3", factor, low, high, original)
 
 
