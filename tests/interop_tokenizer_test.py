@@ -465,3 +465,10 @@ def test_a_piece_like_the_blank_of_gguf_is_refused(tmp_path):
   assert tok.encode("▁") == [259, 260]
   with pytest.raises(UserError, match=r"U\+2581 beside those with blanks"):
     tokenizer_files.to_gguf(tok, size)
+
+
+def test_a_score_that_is_no_number_is_refused(tmp_path):
+  """Pieces sorted by it would come in any order."""
+  size = write_llama2c(tmp_path / "tok.bin", [(b"a", float("nan"))])
+  with pytest.raises(UserError, match="a score that is not finite"):
+    tokenizer_files.from_llama2c(tmp_path / "tok.bin", size)

@@ -9,6 +9,7 @@ pieces, the pieces with the best scores first.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import struct
@@ -150,6 +151,11 @@ def _scored(
     raise UserError(
       f"tokenizer={path} has no piece {missing[0]}, so some texts have no ids; "
       "only tokenizers with byte fallback can be used"
+    )
+  if not all(map(math.isfinite, scores)):
+    raise UserError(
+      f"tokenizer={path} has a score that is not finite, so the order of its "
+      "pieces is not known; give another file"
     )
   decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}]
   if prefix:
@@ -309,13 +315,19 @@ def from_gguf(
       f"{path}: tokenizer.ggml.{key}={value!r} {rule}; give another file"
     )
 
+  def table(key: str, of: type) -> list:
+    found = get(key, [])
+    if type(found) is not list or any(type(x) is not of for x in found):
+      raise refuse(key, str(found)[:40], f"must be a list of {of.__name__}")
+    return found
+
   kind, pre = get("model"), get("pre")
-  pieces, scores = get("tokens", []), get("scores", [])
-  kinds = get("token_type") or [NORMAL] * len(pieces)
+  pieces, scores = table("tokens", str), table("scores", float)
+  kinds = table("token_type", int) or [NORMAL] * len(pieces)
   if len(kinds) != len(pieces) or not pieces:
     raise refuse("tokens", len(pieces), f"tokens have {len(kinds)} types")
   if kind == "gpt2":
-    if pre not in _PRE:
+    if str(pre) not in _PRE:
       raise refuse("pre", pre, f"is not one of {', '.join(_PRE)}")
     allowed = (NORMAL, CONTROL, USER, UNUSED)
   elif kind == "llama":
@@ -345,7 +357,7 @@ def from_gguf(
     vocab = {piece: i for i, piece in enumerate(pieces)}
     if len(vocab) < len(pieces):
       raise refuse("tokens", len(pieces), "holds a token twice")
-    merges = [tuple(merge.split(" ", 1)) for merge in get("merges", [])]
+    merges = [tuple(merge.split(" ", 1)) for merge in table("merges", str)]
     if any(len(merge) != 2 for merge in merges):
       raise refuse("merges", len(merges), "holds one that is not a pair")
     definition = _definition(
