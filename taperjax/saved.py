@@ -188,6 +188,27 @@ def workdir_of(folder: pathlib.Path) -> pathlib.Path | None:
   return None
 
 
+def check_outside_runs(out: pathlib.Path, own: str = "") -> None:
+  """Raises where a new folder would lie among the files of a run.
+
+  Args:
+    out: absolute, links resolved.
+    own: the name that it may have in a workdir.
+  """
+  for inner, outer in zip((out, *out.parents), out.parents, strict=False):
+    taken = _is_workdir(outer) and inner.name in workdir_lib.RESULTS
+    if inner == out and inner.name == own:
+      taken = False
+    if inner.name.isdecimal():  # a step, where checkpoints lie alone too
+      steps = outer.glob("[0-9]*/_CHECKPOINT_METADATA")
+      taken = taken or any(True for _ in steps)
+    if taken:
+      raise UserError(
+        f"--out={out} lies among the files of the model in {outer}; choose "
+        "another folder"
+      )
+
+
 def tokenizer_folder(path: str | os.PathLike[str]) -> pathlib.Path:
   """Where the tokenizer of a checkpoint is saved.
 
@@ -405,6 +426,7 @@ def _folded_folder(folder: pathlib.Path) -> pathlib.Path:
   """Where to write, links resolved; raises unless it is free or folded."""
   try:
     folder = folder.resolve()
+    check_outside_runs(folder, own="folded")
     there = [path.name for path in folder.iterdir()]
   except FileNotFoundError:
     return folder

@@ -155,6 +155,29 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path, monkeypatch):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+def test_an_export_takes_nothing_away_that_is_not_its_own(tmp_path):
+  out = tmp_path / "out"
+  first = export(make(), "safetensors", out, dtype="float32")
+  assert {*first["files"], exporting.REPORT} == {p.name for p in out.iterdir()}
+  (out / "mine.txt").write_text("mine")
+  with pytest.raises(UserError, match="'mine.txt', which that export did not"):
+    export(make(), "safetensors", out, dtype="float32")
+  assert (out / "mine.txt").read_text() == "mine"
+
+
+def test_an_export_never_lies_among_the_files_of_a_run(tmp_path):
+  """There it would be taken for a later step, and hide the model."""
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "import.json").write_text("{}")
+  (tmp_path / "bare" / "3").mkdir(parents=True)
+  (tmp_path / "bare" / "3" / "_CHECKPOINT_METADATA").touch()
+  for inside in ("run/checkpoints/7", "run/tokenizer", "bare/7", "bare/3/x"):
+    with pytest.raises(UserError, match="lies among the files of the model in"):
+      export(make(), "safetensors", tmp_path / inside)
+  assert not (tmp_path / "run" / "checkpoints").exists()
+  export(make(), "safetensors", tmp_path / "run" / "export" / "7")
+
+
 def test_an_interrupted_export_leaves_the_earlier_one_alone(
   tmp_path, monkeypatch
 ):

@@ -218,8 +218,9 @@ def export(
           whole, model, tokens_BL, remote_code
         )
     report["residuals"] = _residuals(form, tokens_BL)
-    write_json(part / REPORT, strict(report))
     (part / "README.md").write_text(card.text(report), encoding="utf-8")
+    report["files"] = sorted(path.name for path in part.iterdir())
+    write_json(part / REPORT, strict(report))
   return strict(report)
 
 
@@ -455,6 +456,7 @@ def _check_out(out: pathlib.Path) -> pathlib.Path:
   """Where to write, links resolved; raises unless it is free or an export."""
   try:
     out = out.resolve()
+    saved.check_outside_runs(out)
     there = [path.name for path in out.iterdir()]
   except FileNotFoundError:
     return out
@@ -467,6 +469,14 @@ def _check_out(out: pathlib.Path) -> pathlib.Path:
       f"--out={out} holds {min(there)!r} and no {REPORT}, so it is no export "
       "of ours; choose another folder"
     )
+  if there:
+    known = hf_files.read_json(out / REPORT).get("files")
+    known = known if isinstance(known, list) else []
+    if other := [name for name in there if name not in (*known, REPORT)]:
+      raise UserError(
+        f"--out={out} holds {min(other)!r}, which that export did not write; "
+        "take it away, or choose another folder"
+      )
   return out
 
 
