@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,12 +47,42 @@ def report_errors(program: str, debug: bool) -> Iterator[None]:
       UnicodeEncodeError: "an argument or a text is not valid UTF-8; mend it",
       MemoryError: "not enough memory; use smaller sizes or batches",
       RecursionError: "a file is nested too deeply; mend it",
-    }[type(error)]
+    }
+    what = next(text for kind, text in what.items() if isinstance(error, kind))
     print(f"{program}: error: {what}", file=sys.stderr)
     sys.exit(2)
   except BrokenPipeError:  # the reader has enough, as in `... | head`
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
+  except OSError as error:  # a name too long, a file that is not ours to read
+    if debug:
+      raise
+    name = str(error.filename)[:200]
+    print(
+      f"{program}: error: {name} cannot be used ({error.strerror or error}); "
+      "choose another file or folder",
+      file=sys.stderr,
+    )
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def unwind_sigterm() -> Iterator[None]:
+  """SIGTERM ends as Ctrl-C does, after half-written folders are removed."""
+
+  def stop(number, frame):
+    del frame
+    sys.exit(128 + number)
+
+  try:
+    before = signal.signal(signal.SIGTERM, stop)
+  except ValueError:  # not in the main thread: the caller handles signals
+    yield
+    return
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 def load_config(argument: str) -> Any:
@@ -152,7 +183,8 @@ def main(argv: list[str] | None = None) -> None:
   with contextlib.suppress(AttributeError):  # a stream of a test
     sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   args = _parser().parse_args(argv)
-  with report_errors(f"taperjax {args.command}", args.debug):
+  program = f"taperjax {args.command}"
+  with unwind_sigterm(), report_errors(program, args.debug):
     result = args.run(args)
     if args.json:
       from taperjax.summary import strict
@@ -551,6 +583,8 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
   model = api.load(args.model, args.step)
   tokenizer = _need_tokenizer(model)
   prompts = args.prompt or [""]
+  for prompt in prompts:  # not all tokenizers tell what is no UTF-8
+    prompt.encode()
   ids = api.encode_prompts(model, prompts)
   options = {
     "max_new": args.max_new,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -451,6 +452,8 @@ def test_info_counts_a_config_without_any_file(
   "arguments, message",
   [
     (["eval", "{none}"], "none does not exist; give the workdir of a run"),
+    (["generate", "{run}", "--prompt", "\ud800"], "is not valid UTF-8; mend"),
+    (["eval", "n" * 300], "nnn cannot be used (File name too long); choose"),
     (["eval", "{empty}"], "holds no checkpoint; train first, or give"),
     (["eval", "{run}", "--step", "7"], "no checkpoint at step 7"),
     (["eval", "{run}/checkpoints/5", "--step", "10"], "is one step, not"),
@@ -488,6 +491,32 @@ def test_mistake_is_one_line(fails, tapered, tmp_path, arguments, message):
   line = fails(*arguments, "--json")
   assert message in line
   assert line.startswith("taperjax")
+
+
+def test_an_array_without_room_is_one_line(fails, tapered, monkeypatch):
+  """NumPy's error is a kind of MemoryError of its own."""
+  monkeypatch.setattr(api, "load", lambda *_: np.zeros(2**50))
+  assert "not enough memory" in fails("info", tapered)
+
+
+def test_sigterm_lets_a_command_clean_up(tapered, monkeypatch):
+  """As Ctrl-C does; the handler of the caller is back behind it."""
+  left = []
+
+  def killed(*_):
+    try:
+      signal.raise_signal(signal.SIGTERM)
+      raise AssertionError("not stopped")
+    finally:
+      left.append("cleaned")
+
+  before = signal.getsignal(signal.SIGTERM)
+  monkeypatch.setattr(api, "load", killed)
+  with pytest.raises(SystemExit) as stop:
+    cli.main(["info", str(tapered)])
+  assert stop.value.code == 143
+  assert left == ["cleaned"]
+  assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_damaged_checkpoint_stops_every_command(fails, tapered, tmp_path):
