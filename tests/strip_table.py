@@ -25,7 +25,7 @@ def evaluated(path: str, base: str, texts: list[str]) -> list[dict]:
   """Results of `taperjax eval --json`, one for each text."""
   _, out, _ = runs.quiet(
     lambda: cli.main(
-      ["eval", path, "--json", "--reference", base, "--max-windows", "256",
+      ["eval", path, "--json", "--reference", base, "--max-windows", "64",
        "--data", *texts]
     )
   )

@@ -529,9 +529,11 @@ def matrix(
 
 def matrix_lines(rows: list[dict[str, Any]]) -> list[str]:
   """A Markdown table of `matrix`, refusals as notes below."""
+  dtypes = {r["report"]["dtype"] for r in rows if "report" in r}
   lines = [
-    "| model | format | form | reader | max \\|delta logit\\|, float32 | KL "
-    "stored | same top token | same greedy ids | against the source |",
+    "| model | format | form | reader | max \\|delta logit\\|, float32 | KL, "
+    f"{' or '.join(sorted(dtypes))} | same top token | same greedy ids | "
+    "against the source |",
     "| --- " * 9 + "|",
   ]
   notes = {}
@@ -552,8 +554,8 @@ def matrix_lines(rows: list[dict[str, Any]]) -> list[str]:
     error = source.get("max_abs_delta_logit")
     lines.append(
       f"{start} {report['form']} | {exact['reader']} | "
-      f"{exact['max_abs_delta_logit']:.1e} | {kept['kl']:.1e} "
-      f"({kept['dtype']}) | {kept['top1']:.2%} | {same} | "
+      f"{exact['max_abs_delta_logit']:.1e} | {kept['kl']:.1e} | "
+      f"{kept['top1']:.2%} | {same} | "
       + ("" if error is None else f"{error:.1e}") + " |"
     )
   lines += ["", *(f"({i}) {note}" for note, i in notes.items())]

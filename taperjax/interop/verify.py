@@ -320,7 +320,7 @@ def gguf_logits(
 
     model = gguf_files.read(path)
     logits = our_logits(model.params, model.c, model.config, tokens_BL)
-    return logits, "taperjax's own reader (llama_cpp is not installed)"
+    return logits, "taperjax (llama_cpp is not installed)"
   rows, length = np.shape(tokens_BL)
   network = llama_cpp.Llama(
     str(path),
