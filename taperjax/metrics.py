@@ -7,18 +7,33 @@ whenever a run resumes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from taperjax.errors import UserError
 
 _RESERVED = ("step", "kind", "nonfinite")
 _LINE_SECONDS = 5.0  # plain progress: no more often than this
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+  """tensorboardX loads PyTorch where it is installed: seconds, for nothing."""
+  hidden = "torch" not in sys.modules
+  if hidden:
+    sys.modules["torch"] = None
+  try:
+    yield
+  finally:
+    if hidden:
+      del sys.modules["torch"]
 
 
 class MetricsWriter:
@@ -51,7 +66,8 @@ class MetricsWriter:
       for old in events_folder.glob("events.out.tfevents.*"):
         old.unlink()
       # Not SummaryWriter: its queue and thread are of no use here.
-      from tensorboardX.event_file_writer import EventsWriter
+      with _without_torch():
+        from tensorboardX.event_file_writer import EventsWriter
 
       self._events = EventsWriter(str(events_folder / "events"))
     except OSError as error:
