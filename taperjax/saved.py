@@ -23,7 +23,7 @@ from taperjax import (
   model as model_lib,
   workdir as workdir_lib,
 )
-from taperjax.data import tokenizer as tokenizer_lib, tokens
+from taperjax.data import files, tokenizer as tokenizer_lib, tokens
 from taperjax.errors import UserError
 from taperjax.summary import commit, say, strict, versions, write_json
 
@@ -324,9 +324,7 @@ def write_folded(
     "params_folded": model_lib.count_params(params)[0],
     "step": model.step,
   }
-  part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
-  old = folder.with_name(f"{folder.name}.part-old-{os.getpid()}")
-  try:
+  with files.whole_folder(folder, "the folded model") as part:
     part.mkdir(parents=True)
     with contextlib.closing(checkpoint.Checkpoints(part, log=say)) as saved:
       saved.save(
@@ -338,19 +336,6 @@ def write_folded(
     if model.tokenizer is not None:
       model.tokenizer.save(part / "tokenizer")
     write_json(part / "fold.json", report)
-    if folder.exists():  # whole until its name is free
-      folder.rename(old)
-    part.rename(folder)
-  except OSError as error:
-    raise UserError(
-      f"the folded model cannot be written to {folder} ({error.strerror}); "
-      "choose a writable folder"
-    ) from error
-  finally:
-    if old.exists() and not folder.exists():  # stopped between the two renames
-      old.rename(folder)
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
   return report, model.replace(params=params, config=config, folder=folder)
 
 

@@ -7,8 +7,11 @@ import hashlib
 import os
 import pathlib
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
+
+from taperjax.errors import UserError
 
 
 @contextlib.contextmanager
@@ -29,6 +32,41 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: pathlib.Path, what: str) -> Iterator[pathlib.Path]:
+  """The name of a neighbour, for the caller to make, that becomes `folder`.
+
+  Whatever stops it, an earlier `folder` is back, and no folder made for it
+  stays.
+
+  Raises:
+    UserError: the system refuses; `what`, such as "the export", is named.
+  """
+  token = secrets.token_hex(4)
+  part = folder.with_name(f"{folder.name}.part-{token}")
+  old = folder.with_name(f"{folder.name}.part-old-{token}")
+  made = [parent for parent in folder.parents if not parent.exists()]
+  try:
+    yield part
+    if folder.exists():  # whole until its name is free
+      folder.rename(old)
+    part.rename(folder)
+  except OSError as error:
+    raise UserError(
+      f"{what} cannot be written to {folder} ({error.strerror}); choose a "
+      "writable folder"
+    ) from error
+  finally:
+    if old.exists() and not folder.exists():  # stopped between the two renames
+      old.rename(folder)
+    for left in (part, old):
+      shutil.rmtree(left, ignore_errors=True)
+    if not folder.exists():
+      for parent in made:
+        with contextlib.suppress(OSError):
+          parent.rmdir()
 
 
 @contextlib.contextmanager

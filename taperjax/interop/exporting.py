@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 import taperjax
 from taperjax import folding, model as model_lib, ranges, saved
 from taperjax.config import ModelConfig
+from taperjax.data import files
 from taperjax.errors import UserError
 from taperjax.interop import (
   bare,
@@ -40,7 +40,6 @@ class Failed(UserError):
   """An export that its reader, or a bound, turned down."""
 
 
-FORMATS = ("hf", "transformer-lens", "stablehlo", "safetensors", "gguf")
 REPORT = "verification.json"  # marks a folder as an export of ours
 GREEDY_TOKENS = 64
 
@@ -156,7 +155,7 @@ def export(
   Args:
     model: a baseline, an imported model, a tapered one at gate 0, or a folded
       one (which stock formats refuse).
-    to: one of FORMATS.
+    to: "hf", "transformer-lens", "stablehlo", "safetensors" or "gguf".
     out: a new folder, or an earlier export, which is replaced.
     tokens_BL: ids of real text to compare on, 300 positions or more.
     text: where they are from, for the report.
@@ -182,7 +181,10 @@ def export(
     model, to, "float32", remote_code
   )
   options = (remote_code, weights)
-  with _whole_or_not_at_all(out) as (part, check):
+  with contextlib.ExitStack() as stack:
+    part = stack.enter_context(files.whole_folder(out, "the export"))
+    check = part.with_name(f"{part.name}-float32")
+    stack.callback(shutil.rmtree, check, ignore_errors=True)
     want_BLV = verify.our_logits(
       model.params, model.c, model.config, tokens_BL
     )
@@ -222,38 +224,6 @@ def export(
     report["files"] = sorted(path.name for path in part.iterdir())
     write_json(part / REPORT, strict(report))
   return strict(report)
-
-
-@contextlib.contextmanager
-def _whole_or_not_at_all(
-  out: pathlib.Path,
-) -> Iterator[tuple[pathlib.Path, pathlib.Path]]:
-  """(part, check): what lies in part at the end becomes `out`; check goes.
-
-  Whatever stops it, an earlier `out` is back, and no folder made for it stays.
-  """
-  part = out.with_name(f"{out.name}.part-{secrets.token_hex(4)}")
-  old, check = (part.with_name(part.name + end) for end in ("-old", "-float32"))
-  made = [parent for parent in out.parents if not parent.exists()]
-  try:
-    yield part, check
-    if out.exists():  # whole until its name is free
-      out.rename(old)
-    part.rename(out)
-  except OSError as error:
-    raise UserError(
-      f"the export cannot be written to {out} ({error.strerror}); choose a "
-      "writable folder"
-    ) from error
-  finally:
-    if old.exists() and not out.exists():
-      old.rename(out)
-    for left in (part, old, check):
-      shutil.rmtree(left, ignore_errors=True)
-    if not out.exists():
-      for parent in made:
-        with contextlib.suppress(OSError):
-          parent.rmdir()
 
 
 def _report(model, form, to, dtype, remote_code, weights, text):
