@@ -184,7 +184,7 @@ def test_unordered_rotary_pairs_would_be_seen(
   run, stories, hundred, tmp_path, monkeypatch
 ):
   """The most likely token alone hides this mistake; the loss does not."""
-  monkeypatch.setattr(llama2c, "halves", lambda w, heads: w)
+  monkeypatch.setattr(llama, "halves", lambda w, heads: w)
   run("import", stories / "stories260K.bin", tmp_path / "w")
   arguments = ("--data", hundred / "20.jsonl", "--per-document", "--json")
   [found] = run("eval", tmp_path / "w", *arguments)["results"]

@@ -329,12 +329,12 @@ def _params(
   def projection(prefix: str, name: str) -> dict:
     rows = tensors[f"{prefix}.attn_{name}.weight"]
     if turned := name in ("q", "k"):
-      rows = _halves(rows, heads[name])
+      rows = llama.halves(rows, heads[name])
     shape = (width, heads[name], size)
     found = {"kernel": np.ascontiguousarray(rows.T).reshape(shape)}
     if name in config.biases:
       bias = tensors[f"{prefix}.attn_{name}.bias"]
-      bias = _halves(bias, heads[name]) if turned else bias
+      bias = llama.halves(bias, heads[name]) if turned else bias
       found["bias"] = bias.reshape(heads[name], size)
     return found
 
@@ -365,14 +365,8 @@ def _params(
   return params
 
 
-def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-  """Rows of q or k from neighbouring pairs to halves, head by head."""
-  split = rows.reshape(heads, -1, 2, *rows.shape[1:])
-  return split.swapaxes(1, 2).reshape(rows.shape)
-
-
 def _pairs(rows: np.ndarray, heads: int) -> np.ndarray:
-  """The inverse of `_halves`."""
+  """The inverse of `llama.halves`."""
   split = rows.reshape(heads, 2, -1, *rows.shape[1:])
   return split.swapaxes(1, 2).reshape(rows.shape)
 

@@ -190,6 +190,12 @@ def config_from_hf(
   )
 
 
+def halves(rows: np.ndarray, heads: int) -> np.ndarray:
+  """Rows of q or k, (heads x K, ...), from neighbouring pairs to halves."""
+  pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+  return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
 def shorter_context(longest: int, context_len: int | None) -> int:
   """The context to use: the file's own unless a shorter one is asked for."""
   if context_len is None:

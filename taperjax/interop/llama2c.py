@@ -188,12 +188,6 @@ def _config(header: dict[str, int], context_len: int | None) -> ModelConfig:
   )
 
 
-def halves(w: np.ndarray, heads: int) -> np.ndarray:
-  """Rows (heads x K, D) from neighbouring pairs to halves of each head."""
-  pairs = w.reshape(heads, -1, 2, w.shape[-1])
-  return pairs.swapaxes(1, 2).reshape(w.shape)
-
-
 def _params(
   path: pathlib.Path,
   file: BinaryIO,
@@ -226,7 +220,7 @@ def _params(
           block[name] = {"scale": w.copy()}
           continue
         if name in ("q", "k"):
-          w = halves(w, heads[name])
+          w = llama.halves(w, heads[name])
         w = w.T
         if name in heads:
           w = w.reshape(d, heads[name], k)
