@@ -47,7 +47,7 @@ def fold(
   """
   check_config(config)
   c_S = np.asarray(c_S, np.float64)
-  _check_c(c_S, config)
+  check_c(c_S, config)
   folded = jax.tree.map(_copy, params)
   if config.internal_norm == "taper":
     c_N2 = c_S[:-1].reshape(config.num_layers, 2)
@@ -121,7 +121,8 @@ def check_foldable(
     )
 
 
-def _check_c(c_S: np.ndarray, config: ModelConfig) -> None:
+def check_c(c_S: np.ndarray, config: ModelConfig, then: str = "fold") -> None:
+  """Raises UserError where a tapered site has no factor; `then` is the aim."""
   sites = 2 * config.num_layers + 1
   if c_S.shape != (sites,):
     raise ValueError(f"c has shape {c_S.shape}, the model {sites} norm sites")
@@ -130,7 +131,8 @@ def _check_c(c_S: np.ndarray, config: ModelConfig) -> None:
     if not (np.isfinite(c_S[site]) and c_S[site] > 0):
       raise UserError(
         f"c={c_S[site]:g} at {names[site]} is not a calibrated factor, which "
-        "is above 0 and finite; calibrate (train past taper start), then fold"
+        "is above 0 and finite; calibrate (train past taper start), then "
+        f"{then}"
       )
 
 

@@ -92,12 +92,7 @@ def huge_eps(
     )
   c_S = np.asarray(c, np.float64)
   names = calibration.site_names(config.num_layers)
-  for site in config.tapered_sites:
-    if not (np.isfinite(c_S[site]) and c_S[site] > 0):
-      raise UserError(
-        f"c={c_S[site]:g} at {names[site]} is not a calibrated factor; train "
-        "past taper start, then export"
-      )
+  folding.check_c(c_S, config, "export")
   params, config = _numpy(params, config)
   norms = _norms(params, config)
   for name, norm, c_site in zip(names, norms, c_S, strict=True):
