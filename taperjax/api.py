@@ -18,6 +18,7 @@ from taperjax import (
   calibration,
   decode,
   evaluation,
+  fakeln,
   folding,
   model as model_lib,
   step as step_lib,
@@ -51,10 +52,9 @@ def init(
   params = jax.jit(model_lib.init_params, static_argnums=0)(
     config, jax.random.key(seed)
   )
-  shape = 2 * config.num_layers + 1
+  c_S = np.zeros(2 * config.num_layers + 1, np.float32)
   if config.internal_norm == "fake":
-    shape = (3 * config.num_layers + 1, 3)
-  c_S = np.zeros(shape, np.float32)
+    c_S = fakeln.init(config.num_layers).c
   return Model(params, config, c_S, gate=1.0, tokenizer=tokenizer)
 
 

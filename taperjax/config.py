@@ -345,7 +345,7 @@ def parse(
   Raises:
     UserError: one line naming the field, its value, the rule and the remedy.
   """
-  fields = _plain(fields)
+  fields = plain(fields)
   hints = typing.get_type_hints(Config)
   _check_names(fields, set(hints), "")
   groups = {k: v for k, v in hints.items() if dataclasses.is_dataclass(v)}
@@ -446,11 +446,12 @@ def _from_initial(fields: dict, initial: ModelConfig) -> dict:
   return fields
 
 
-def _plain(fields):
+def plain(fields: Any) -> dict:
+  """A ConfigDict or a mapping as nested dicts."""
   if hasattr(fields, "to_dict"):
     return fields.to_dict()
   return {
-    k: _plain(v) if isinstance(v, Mapping) else v for k, v in fields.items()
+    k: plain(v) if isinstance(v, Mapping) else v for k, v in fields.items()
   }
 
 

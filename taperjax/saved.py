@@ -137,9 +137,8 @@ def read_config(fields: Mapping[str, Any]) -> config_lib.Config:
     UserError: as `config.parse` and `load`.
   """
   initial = None
-  group = fields.get("init")
+  group = config_lib.plain(fields).get("init")
   path = group.get("checkpoint") if isinstance(group, Mapping) else None
-  path = getattr(group, "checkpoint", path)  # a ConfigDict is no Mapping
   if isinstance(path, str):
     folder, step = _find(pathlib.Path(path), None)
     checkpoints = checkpoint.Checkpoints(folder, read_only=True)
