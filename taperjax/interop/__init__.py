@@ -86,7 +86,8 @@ def fetch(name: str, folder: pathlib.Path) -> pathlib.Path:
   """Downloads a Hugging Face repository into a folder, weights as safetensors.
 
   Args:
-    name: owner/name. folder: made if needed; nothing is written elsewhere.
+    name: owner/name. folder: made if needed; the files come here, but the
+      library may keep a cache of its own.
 
   Raises:
     UserError: the extra is not installed, no network, or no such repository.
