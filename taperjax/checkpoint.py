@@ -78,6 +78,7 @@ class Checkpoints:
     meta: dict[str, Any],
     *,
     valid_loss: float | None = None,
+    copy: bool = True,
   ) -> None:
     """Copies the state to the host and writes it in the background.
 
@@ -90,6 +91,7 @@ class Checkpoints:
       meta: JSON; comes back equal (tuples as lists). NaN and infinity are no
         JSON and are refused.
       valid_loss: finite; None does not compete for "best".
+      copy: False spares the copy where nobody changes the arrays before `wait`.
 
     Raises:
       UserError: too little free space, a step that is there already, meta that
@@ -104,7 +106,7 @@ class Checkpoints:
         f"saved once: use a new folder, or --overwrite"
       )
     leaves = _flatten(state)
-    arrays = {name: _to_host(name, leaf) for name, leaf in leaves.items()}
+    arrays = {name: _to_host(name, leaf, copy) for name, leaf in leaves.items()}
     record = {
       "format_version": FORMAT_VERSION,
       "step": step,
@@ -346,8 +348,16 @@ class Checkpoints:
         losses = checkpoints._valid_losses()
         return [info.step == _best(losses) for info in checkpoints_there]
 
+    # orbax would copy each of our copies once more.
+    kinds = ocp.type_handlers.create_type_handler_registry(
+      (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
+    )
     return ocp.CheckpointManager(
       self.folder,
+      item_handlers={
+        "state": ocp.PyTreeCheckpointHandler(type_handler_registry=kinds),
+        "record": ocp.JsonCheckpointHandler(),
+      },
       options=ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
           [ocp.checkpoint_managers.LatestN(_KEEP_LATEST), KeepBest()]
@@ -525,13 +535,13 @@ def _kind(leaf: Any) -> dict[str, Any]:
   }
 
 
-def _to_host(name: str, leaf: Any) -> np.ndarray:
-  """A copy that outlives the leaf's donation."""
+def _to_host(name: str, leaf: Any, copy: bool = True) -> np.ndarray:
+  """In C order; a copy outlives the leaf's donation."""
   if _is_key(leaf):
     leaf = jax.random.key_data(leaf)
   if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
     raise ValueError(f"leaf {name} is {leaf.dtype}, too wide for jax here")
-  return np.array(leaf, order="C", copy=True)
+  return (np.array if copy else np.asarray)(leaf, order="C")
 
 
 def _to_device(

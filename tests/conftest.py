@@ -1,5 +1,6 @@
-"""Shared set-up: strict jax, warnings as errors, and the real test data."""
+"""Shared set-up: strict jax, the real test data, and the command line."""
 
+import json
 import os
 import pathlib
 
@@ -7,6 +8,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+
+from taperjax import cli
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -21,3 +24,38 @@ def test_data() -> pathlib.Path:
   if not path.is_dir():
     pytest.fail(f"TAPERJAX_TEST_DATA={folder} is set, but no such folder")
   return path
+
+
+@pytest.fixture
+def run(capsys):
+  """run(argument, ...) -> standard output; with --json the object in it."""
+
+  def call(*arguments):
+    arguments = list(map(str, arguments))
+    capsys.readouterr()
+    cli.main(arguments)
+    out = capsys.readouterr().out
+    if "--json" not in arguments:
+      return out
+    [line] = out.splitlines()  # exactly one object, and nothing else
+    return json.loads(line)
+
+  return call
+
+
+@pytest.fixture
+def fails(capsys):
+  """fails(argument, ...) -> the one line of a command that exits with 2."""
+
+  def call(*arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+      cli.main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    *before, line = err.splitlines()
+    assert before == []
+    return line
+
+  return call

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from taperjax import cli, saved
-from taperjax.data import tokenizer as tokenizer_lib
+from taperjax.data import files, tokenizer as tokenizer_lib
 from taperjax.errors import UserError
 from taperjax.interop import exporting, verify
 from tests import runs, tiny
@@ -65,10 +69,13 @@ def rows(count=8, length=48):
   ).astype(np.int32)
 
 
+def reference(model, tokens_BL=None):
+  tokens_BL = rows() if tokens_BL is None else tokens_BL
+  return exporting.Reference(model, tokens_BL, "a story")
+
+
 def export(model, to, out, **options):
-  return exporting.export(
-    model, to, out, tokens_BL=rows(), text="a story", **options
-  )
+  return exporting.export(reference(model), to, out, **options)
 
 
 def readers(to):
@@ -84,6 +91,32 @@ def readers(to):
     pytest.importorskip(package)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _programs_made_quickly():
+  """Each runs for a moment only; see `runs.train`."""
+  before = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+  """made(to, norm, mode, remote_code) -> (folder, report), made once."""
+  base = tmp_path_factory.mktemp("exports")
+
+  @functools.cache
+  def once(to, norm, mode, remote_code=False):
+    readers(to)
+    biases = {"biases": ("q", "k", "v")} if to == "hf" and norm == "rms" else {}
+    label = f"{to}-{remote_code}-{norm}-{mode}"
+    model = make(norm, mode, **biases)
+    report = export(model, to, base / label / "out", remote_code=remote_code)
+    return base / label / "out", report
+
+  return once
+
+
 CASES = [
   *[("hf", norm, mode) for norm in SHAPES for mode in MODES if mode != "final"],
   *[("stablehlo", "rms", mode) for mode in ("baseline", "final", "all")],
@@ -94,12 +127,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("to, norm, mode", CASES)
-def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, tmp_path):
+def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, made):
   """Within the bounds of the issue, float32 and bfloat16, 384 positions."""
-  readers(to)
-  biases = {"biases": ("q", "k", "v")} if to == "hf" and norm == "rms" else {}
-  report = export(make(norm, mode, **biases), to, tmp_path / "out")
-  assert json.loads((tmp_path / "out" / exporting.REPORT).read_text()) == report
+  out, report = made(to, norm, mode)
+  assert json.loads((out / exporting.REPORT).read_text()) == report
   assert report["positions"] == 384
   bound = 1e-3 if (to, norm, mode) == ("hf", "layer", "internal") else 1e-4
   exact, kept = report["float32"], report["stored"]
@@ -114,8 +145,8 @@ def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, tmp_path):
   if to == "hf":
     assert report["greedy"]["same_ids"]
     assert report["tokenizer"]["same_ids"]
-  assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-  page = (tmp_path / "out" / "README.md").read_text()
+  assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
+  page = (out / "README.md").read_text()
   assert f"{exact['max_abs_delta_logit']:.2g}" in page
   # What it says of the norms is true: folded, held fixed, or as trained.
   stock = to == "gguf" or to == "hf"
@@ -126,12 +157,9 @@ def test_an_export_gives_our_logits_in_its_own_reader(to, norm, mode, tmp_path):
 
 
 @pytest.mark.parametrize("norm", SHAPES)
-def test_remote_code_gives_our_logits(norm, tmp_path):
-  pytest.importorskip("transformers")
+def test_remote_code_gives_our_logits(norm, made):
   for mode in ("internal", "final", "all"):
-    report = export(
-      make(norm, mode), "hf", tmp_path / mode, remote_code=True
-    )
+    _, report = made("hf", norm, mode, True)
     assert report["greedy"]["same_ids"]
     assert report["form"] == "folded"
 
@@ -207,6 +235,58 @@ def test_an_interrupted_export_leaves_the_earlier_one_alone(
   assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_an_import_swallows_is_not_lost(
+  number, root, tmp_path, monkeypatch
+):
+  """Python drops what a handler raises while importlib clears its locks."""
+  read = verify.safetensors_logits
+
+  def swallow(*arguments):
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+      signal.raise_signal(number)
+      raise AssertionError("not stopped")
+    return read(*arguments)
+
+  monkeypatch.setattr(verify, "safetensors_logits", swallow)
+  run = runs.baseline(root)
+  code, *_ = command(
+    "export", run, "--to", "safetensors", "--out", tmp_path / "out"
+  )
+  assert code == 128 + number
+  assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_goes_the_next_time(tmp_path):
+  """But not what another process is writing, nor what is not ours."""
+  with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+    dead.wait()
+  live = os.getpid()
+  names = [
+    f"out.part-{dead.pid}-0123abcd", f"out.part-{dead.pid}-0123abcd-float32",
+    f"out.part-old-{dead.pid}-0123abcd",
+  ]
+  kept = [
+    f"out.part-{live}-0123abcd", f"a-out.part-{dead.pid}-0123abcd",
+    "out.part-2", f"out.part-{dead.pid}-notes",
+  ]
+  for name in names + kept:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "file").write_text(name)
+  with (
+    pytest.raises(KeyboardInterrupt),
+    files.whole_folder(tmp_path / "out", "the export"),
+  ):
+    raise KeyboardInterrupt
+  # That one was killed between the two renames: the earlier folder is back.
+  assert (tmp_path / "out" / "file").read_text() == names[2]
+  with files.whole_folder(tmp_path / "out", "the export") as part:
+    part.mkdir()
+    (part / "new").touch()
+  assert [p.name for p in (tmp_path / "out").iterdir()] == ["new"]
+  assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "out"])
+
+
 @pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError])
 def test_a_failing_reader_is_told_in_one_line(error, tmp_path, monkeypatch):
   """Whatever another program raises; nothing is left behind."""
@@ -279,34 +359,50 @@ def test_a_folder_that_is_no_export_is_left_alone(tmp_path):
 
 
 def test_too_short_a_text_is_refused(tmp_path):
+  short = reference(make(), rows(6))
   with pytest.raises(UserError, match="gives 288 positions, but"):
-    exporting.export(
-      make(), "safetensors", tmp_path / "out", tokens_BL=rows(6), text="a.txt"
-    )
+    exporting.export(short, "safetensors", tmp_path / "out")
 
 
-def test_transformers_loads_an_export_without_taperjax(tmp_path):
-  """In a new process that cannot import it, tokenizer included."""
-  pytest.importorskip("transformers")
-  export(make(), "hf", tmp_path / "out")
-  code = (
-    "import sys\n"
-    "sys.modules['taperjax'] = None\n"
-    "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    "folder = sys.argv[1]\n"
-    "model = AutoModelForCausalLM.from_pretrained(folder, dtype='auto')\n"
-    "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
-    "ids = tokenizer('Once upon', return_tensors='pt')\n"
-    "print(type(model).__name__, model.dtype, ids['input_ids'].tolist())\n"
-    "print(model.generate(**ids, max_new_tokens=5).shape)\n"
-  )
+def test_exports_load_where_taperjax_cannot_be_imported(made, tmp_path):
+  """A new process, with the code of each page; tokenizer included."""
+  stock, _ = made("hf", "rms", "all")
+  own, _ = made("hf", "rms", "all", True)
+  lens, _ = made("transformer-lens", "rms", "all")
+  code = """
+import sys
+for name in ("taperjax", "jax", "flax"):
+  sys.modules[name] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+stock, own, lens = sys.argv[1:]
+for folder in (stock, own):
+  options = {"trust_remote_code": folder == own}
+  model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
+  tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+  ids = tokenizer("Once upon", return_tensors="pt")
+  new = model.generate(**ids, max_new_tokens=5)
+  print(type(model).__name__, model.dtype, ids["input_ids"].tolist(), new.shape)
+sys.path.append(lens)
+from load_taperjax import load
+print(type(load(lens)).__name__, load(lens)(ids["input_ids"]).shape)
+"""
   done = subprocess.run(
-    [sys.executable, "-c", code, str(tmp_path / "out")],
+    [sys.executable, "-c", code, stock, own, lens],
     capture_output=True, text=True,
-    env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    env={
+      **os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path)
+    },
   )
   assert done.returncode == 0, done.stderr
-  assert "LlamaForCausalLM torch.bfloat16 [[79, 110, 99" in done.stdout
+  ids = str(list(b"Once upon"))
+  size = f"torch.Size([1, {len(b'Once upon') + 5}])"
+  assert done.stdout.splitlines() == [
+    f"Qwen2ForCausalLM torch.bfloat16 [{ids}] {size}",
+    f"TaperjaxForCausalLM torch.bfloat16 [{ids}] {size}",
+    "TransformerBridge torch.Size([1, 9, 257])",
+  ]
 
 
 def test_an_untouched_import_is_held_against_its_source(tmp_path):
@@ -319,9 +415,9 @@ def test_an_untouched_import_is_held_against_its_source(tmp_path):
   model = interop.read(pathlib.Path(data) / "stories260K")
   text = (pathlib.Path(data) / "tinystories" / "valid.txt").read_text()
   ids = np.asarray(model.tokenizer.encode(text[:4000])[:600], np.int32)
+  ids_BL = ids.reshape(5, 120)
   report = exporting.export(
-    model, "safetensors", tmp_path / "out",
-    tokens_BL=ids.reshape(5, 120), text="stories",
+    reference(model, ids_BL), "safetensors", tmp_path / "out"
   )
   assert report["source"]["reader"] == "a forward pass in NumPy"
   assert report["source"]["max_abs_delta_logit"] < 1e-4 * max(
@@ -332,11 +428,9 @@ def test_an_untouched_import_is_held_against_its_source(tmp_path):
   attn = {**broken["block_2"]["attn"]}
   attn["q"] = {"kernel": np.asarray(attn["q"]["kernel"])[:, :, ::-1]}
   broken["block_2"]["attn"] = attn
+  broken = reference(model.replace(params=broken), ids_BL)
   with pytest.raises(UserError, match="between the imported model and its"):
-    exporting.export(
-      model.replace(params=broken), "safetensors", tmp_path / "other",
-      tokens_BL=ids.reshape(5, 120), text="stories",
-    )
+    exporting.export(broken, "safetensors", tmp_path / "other")
 
 
 def source_report(folder, norm="rms", change=None, read=None, **options):
@@ -353,8 +447,7 @@ def source_report(folder, norm="rms", change=None, read=None, **options):
   tensors = change(tensors) if change else tensors
   hf_files.write_folder(folder, tensors, hf_config | options, "float32")
   found = interop.read(folder, **(read or {}))
-  want_BLV = verify.our_logits(found.params, found.c, found.config, rows())
-  return exporting._compare_source(found, want_BLV, rows())
+  return reference(found).source
 
 
 @pytest.mark.parametrize(
@@ -412,9 +505,7 @@ def test_a_lost_source_is_said_without_its_path():
   """The reason stands in the exported page, which others read."""
   model = make("rms", "baseline")
   source = {"path": "/home/me/model", "format": "gguf"}
-  found = exporting._compare_source(
-    model.replace(step=0, meta={"source": source}), None, None
-  )
+  found = reference(model.replace(step=0, meta={"source": source})).source
   assert found["reason"] == "the source is no longer where it was"
 
 
@@ -446,8 +537,18 @@ def command(*arguments):
   return runs.quiet(run)
 
 
-def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
+def test_a_matrix_has_every_format():
+  assert {to for _, to, _ in exporting.COLUMNS} == set(cli._EXPORTS)
+  assert ("hf --remote-code", "hf", True) in exporting.COLUMNS
+
+
+def test_the_command_exports_a_run_and_makes_the_matrix(
+  root, tmp_path, monkeypatch
+):
   pytest.importorskip("transformers")
+  columns = [c for c in exporting.COLUMNS if c[0] in ("hf", "safetensors")]
+  columns.append(("transformer-lens", "transformer-lens", False))
+  monkeypatch.setattr(exporting, "COLUMNS", columns)
   run = runs.tapered(root)
   code, out, err = command(
     "export", run, "--to", "safetensors", "--out", tmp_path / "bare", "--json"
@@ -466,6 +567,10 @@ def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
   for path in (tmp_path / "bare").iterdir():  # nothing of this machine
     assert str(tmp_path).encode() not in path.read_bytes()
     assert str(run).encode() not in path.read_bytes()
+  passes, ours = [], verify.our_logits  # kept, so that no id comes twice
+  monkeypatch.setattr(
+    verify, "our_logits", lambda *a: passes.append(a[0]) or ours(*a)
+  )
   code, out, err = command(
     "export", run / "checkpoints" / "..", runs.baseline(root), "--matrix",
     "--out", tmp_path / "all",
@@ -474,8 +579,39 @@ def test_the_command_exports_a_run_and_makes_the_matrix(root, tmp_path):
   assert "| tapered | hf | huge_eps | transformers" in out
   assert "| baseline | hf | plain | transformers" in out
   found = json.loads((tmp_path / "all" / "matrix.json").read_text())
-  assert len(found) == 2 * len(exporting.COLUMNS)
-  assert (tmp_path / "all" / "tapered" / "stablehlo" / "runner.py").exists()
+  assert [(row["model"], row["format"]) for row in found] == [
+    (model, label) for model in ("tapered", "baseline")
+    for label, *_ in columns
+  ]
+  assert (tmp_path / "all" / "tapered" / "hf" / exporting.REPORT).exists()
+  # No model runs for every format again.
+  assert len({id(params) for params in passes}) == len(passes) >= 2
+
+
+def test_a_matrix_that_stops_keeps_what_it_has(root, tmp_path, monkeypatch):
+  """And the next one does not write over it."""
+  columns = ("safetensors", "safetensors", False), ("hf", "hf", False)
+  monkeypatch.setattr(exporting, "COLUMNS", columns)
+  written = exporting._write
+
+  def once(folder, form, model, to, *options):
+    if to == "hf":
+      raise KeyboardInterrupt
+    written(folder, form, model, to, *options)
+
+  monkeypatch.setattr(exporting, "_write", once)
+  arguments = "export", runs.baseline(root), "--matrix", "--out", tmp_path / "m"
+  assert command(*arguments)[0] == 130
+  [row] = json.loads((tmp_path / "m" / "matrix.json").read_text())
+  assert (row["model"], row["format"]) == ("baseline", "safetensors")
+  assert sorted(p.name for p in (tmp_path / "m").iterdir()) == [
+    "baseline", "matrix.json"
+  ]
+  assert [p.name for p in (tmp_path / "m" / "baseline").iterdir()] == [
+    "safetensors"
+  ]
+  code, _, err = command(*arguments)
+  assert code == 2 and "holds 'baseline' already, and a matrix has a" in err
 
 
 def test_a_matrix_of_refusals_is_written_too(root, tmp_path):

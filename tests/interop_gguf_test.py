@@ -15,7 +15,7 @@ from taperjax import decode
 from taperjax.config import RopeScaling
 from taperjax.data import corpus, tokenizer as tokenizer_lib
 from taperjax.errors import UserError
-from taperjax.interop import gguf_files
+from taperjax.interop import gguf_files, stock, verify
 from taperjax.model import Transformer
 from tests import tiny
 
@@ -240,6 +240,11 @@ def test_a_factor_without_a_type_is_linear_scaling(tmp_path):
     ({"fields": {"split.count": 2}}, "join the parts"),
     ({"fields": {"llama.expert_count": 8}}, "llama.expert_count=8 is not supp"),
     ({"fields": {"llama.attention.sliding_window": 9}}, "sliding_window=9"),
+    ({"fields": {"llama.vocab_size": 287}}, "=287 is not the 288 rows of tok"),
+    (
+      {"fields": {"tokenizer.ggml.tokens": [f"t{i}" for i in range(287)]}},
+      "tokens=287 tokens have 288 types",
+    ),
     ({"fields": {"llama.block_count": None}}, "block_count=None must be one"),
     ({"fields": {"llama.block_count": 2**31 - 1}}, "is more than 20 tensors"),
     ({"fields": {"llama.context_length": 2**32 - 1}}, "must be one int above"),
@@ -403,27 +408,72 @@ def test_smollm2_is_read_as_transformers_reads_it(test_data):
   np.testing.assert_allclose(losses, want, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_llama_cpp_writes_our_greedy_text(tmp_path, kind):
+def llama_cpp_model(path, **options):
+  """llama.cpp on one file, its cache in float32."""
   llama_cpp = pytest.importorskip("llama_cpp")
+  float32 = llama_cpp.GGML_TYPE_F32
+  options = {"type_k": float32, "type_v": float32, "verbose": False} | options
+  return llama_cpp.Llama(str(path), **options)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_llama_cpp_reads_texts_as_we_do(tmp_path, kind):
+  pytest.importorskip("llama_cpp")
   stories = list(corpus.generate_stories(50, seed=0))
   tok = BYTES
   if kind == "sentencepiece":
-    tok = tokenizer_lib.train_sentencepiece(stories, 288)
-  config = make_config(context_len=256, tied=False)
-  params = write(tmp_path / "a.gguf", config, tokenizer=tok)
-  float32 = llama_cpp.GGML_TYPE_F32
-  theirs = llama_cpp.Llama(
-    str(tmp_path / "a.gguf"),
-    n_ctx=256,
-    type_k=float32,
-    type_v=float32,
-    verbose=False,
-  )
+    tok = tokenizer_lib.train_sentencepiece(stories, 320)
+  write(tmp_path / "a.gguf", make_config(vocab_size=320), tokenizer=tok)
+  theirs = llama_cpp_model(tmp_path / "a.gguf", vocab_only=True)
   for text in [*stories[:10], "  two  blanks\n\n\ttab é 😀 </s>"]:
     ids = theirs.tokenize(text.encode(), add_bos=tok.adds_bos, special=False)
     assert ids == tok.encode(text)
-  prompt = tok.encode("Once upon a time")
+    assert theirs.detokenize(ids).decode() == text
+
+
+FORMS = {
+  "plain": ("norm", "norm"),
+  "ballast": ("taper", "norm"),
+  "huge_eps": ("taper", "taper"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_llama_cpp_gives_our_logits_and_greedy_text(form, tmp_path, capfd):
+  """It takes the eps of 2^40 and the ballast; gains and c are random."""
+  pytest.importorskip("llama_cpp")
+  internal, final = FORMS[form]
+  config = make_config(
+    context_len=640, tied=False, internal_norm=internal, final_norm=final
+  )
+  # Halved, for else the stream without norms grows past what float32 adds up.
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: x / 2 if path[-1].key == "kernel" else x,
+    jax.device_get(tiny.params(config, seed=3)),
+  )
+  c = tiny.c(config)
+  wide, stock_config, info = stock.stock_form(params, c, config)
+  assert info["form"] == form
+  gguf_files.write(
+    tmp_path / "model.gguf", wide, stock_config, BYTES, dtype="float32",
+    name="tiny",
+  )
+  # Longer than llama.cpp's batch of 512: every position has its logits.
+  tokens_BL = np.random.default_rng(0).integers(0, 256, (2, 600))
+  want_BLV = verify.our_logits(params, c, config, tokens_BL)
+  capfd.readouterr()
+  got_BLV, reader = verify.gguf_logits(tmp_path, tokens_BL)
+  assert capfd.readouterr() == ("", "")  # --json has the output for itself
+  assert reader.startswith("llama-cpp-python")
+  errors = verify.compare(want_BLV, got_BLV)
+  assert errors["logit_std"] > 0.3
+  assert errors["max_abs_delta_logit"] < verify.bound(errors, form, "rms")
+  prompt = BYTES.encode("Once upon a time")
+  theirs = llama_cpp_model(tmp_path / "model.gguf", n_ctx=256)
   made = theirs.generate(prompt, temp=0.0, repeat_penalty=1.0)
   found = list(itertools.islice(made, 64))
-  assert found == decode.generate(params, config, [prompt], max_new=64)[0]
+  gate = 0.0 if config.tapered_sites else 1.0
+  assert found == decode.generate(
+    params, config, [prompt], max_new=64, gate=gate, c=c
+  )[0]
+  assert len(set(found)) > 2, "the text varies"

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
 
-from taperjax import api, cli, decode, interop, saved
+from taperjax import api, checkpoint, cli, decode, interop, saved
 from taperjax.data import text
 from taperjax.errors import UserError
 from taperjax.interop import gpt2, hf_files, llama, llama2c
 from tests import tiny
 
 TINY_GREEDY = decode.Sampling(0.0, 0, 1.0)
-
-
-@pytest.fixture
-def run(capsys):
-  """run(argument, ...) -> standard output; with --json the object in it."""
-
-  def call(*arguments):
-    arguments = list(map(str, arguments))
-    capsys.readouterr()
-    cli.main(arguments)
-    out = capsys.readouterr().out
-    return json.loads(out) if "--json" in arguments else out
-
-  return call
-
-
-@pytest.fixture
-def fails(capsys):
-  """fails(argument, ...) -> the one line of a command that exits with 2."""
-
-  def call(*arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-      cli.main(list(map(str, arguments)))
-    assert stop.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    return line
-
-  return call
 
 
 # stories260K, a real model.
@@ -428,6 +401,24 @@ def test_another_tokenizer_beside_an_import_is_noticed(run, tmp_path):
     saved.load(tmp_path / "w")
 
 
+def test_a_signal_that_a_reader_swallows_stops_the_import(
+  tmp_path, monkeypatch
+):
+  our_folder(tmp_path / "m", 31)
+  read = interop.read
+
+  def swallow(*arguments, **options):
+    with contextlib.suppress(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+    return read(*arguments, **options)
+
+  monkeypatch.setattr(interop, "read", swallow)
+  with pytest.raises(SystemExit) as stop:
+    cli.main(["import", str(tmp_path / "m"), str(tmp_path / "w")])
+  assert stop.value.code == 130
+  assert not (tmp_path / "w").exists()
+
+
 def test_used_folders_are_refused(run, fails, tmp_path):
   """Nothing of a run, of an import or of somebody else is replaced."""
   our_folder(tmp_path / "m", 31)
@@ -470,6 +461,21 @@ def test_killed_import_leaves_no_model_and_can_be_repeated(
     ".taperjax", "checkpoints", "import.json", "tokenizer"
   ]
   assert saved.load(workdir).tokenizer is not None
+
+
+def test_an_import_is_not_copied_on_its_way(run, tmp_path, monkeypatch):
+  """A model as large as the memory allows has no room for a second one."""
+  to_host, same = checkpoint._to_host, []
+
+  def host(name, leaf, copy=True):
+    found = to_host(name, leaf, copy)
+    same.append(np.shares_memory(found, leaf))
+    return found
+
+  monkeypatch.setattr(checkpoint, "_to_host", host)
+  our_folder(tmp_path / "m", 257)
+  run("import", tmp_path / "m", tmp_path / "w")
+  assert len(same) > 10 and all(same)
 
 
 def test_gain_offset_is_for_llama_layouts_alone(run, fails, bare, tmp_path):

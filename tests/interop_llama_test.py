@@ -291,6 +291,20 @@ def test_fields_that_are_left_out_have_the_values_of_the_layout(tmp_path):
   assert got == config.replace(rope_theta=1e4)
 
 
+def test_fields_of_published_models_do_nothing(tmp_path):
+  """As SmolLM2, TinyLlama and fine-tuning tools write them."""
+  _, config = our_folder(tmp_path)
+  fields = json.loads((tmp_path / "config.json").read_text())
+  fields |= {
+    "is_llama_config": True, "rope_interleaved": False, "use_mrope": False,
+    "transformers.js_config": {"dtype": "q4"}, "pretraining_tp": 1,
+    "unsloth_fixed": True, "_name_or_path": "x", "layer_types": None,
+    "auto_map": {}, "eos_token_id": [1, 2], "attention_dropout": 0.1,
+    "logits_scaling": None,
+  }
+  assert llama.config_from_hf(fields) == config
+
+
 REFUSED_CONFIGS = {
   "gemma": ({"model_type": "gemma2"}, r"multiplies the embedding.*GELU.*llama"),
   "qwen3": ({"model_type": "qwen3"}, "'qwen3' is not understood; .*qwen2"),
@@ -298,6 +312,17 @@ REFUSED_CONFIGS = {
   "no eps": ({"rms_norm_eps": "remove"}, "rms_norm_eps=None .* above 0"),
   "eps 0": ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 .* above 0"),
   "eps text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+  "unknown": (
+    {"logits_scaling": 8.0},
+    "logits_scaling=8.0 is not understood; if it has no effect",
+  ),
+  "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
+  "pairs": ({"rope_interleaved": True}, "=True is not supported; only False"),
+  "layer types": (
+    {"layer_types": ["full_attention", "chunked_attention"]},
+    "layer_types=.*chunked_attention.* is not understood with model_type='ll",
+  ),
+  "types": ({"layer_types": "many"}, "layer_types='many' is not understood"),
   "act": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*SwiGLU"),
   "layers": ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 .*whole"),
   "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 .*true or false"),

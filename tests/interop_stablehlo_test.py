@@ -33,7 +33,7 @@ ALONE = """
 import runpy, sys
 class Refuse:
   def find_spec(self, name, *_):
-    if name.split(".")[0] in ("taperjax", "flax", "torch"):
+    if name.split(".")[0] in ("taperjax", "flax", "safetensors", "torch"):
       raise ImportError(f"the runner wants {name}")
 sys.meta_path.insert(0, Refuse())
 sys.argv = sys.argv[1:]
@@ -179,6 +179,7 @@ def test_bfloat16_is_computed_in_bfloat16(tmp_path):
   assert cache[0][0].dtype == jnp.bfloat16 and logits_BV.dtype == jnp.float32
   want_BV = lively.logits(params, config, tokens_BL)[:, -1]
   assert 1e-4 < float(jnp.mean(jnp.abs(logits_BV - want_BV))) < 0.02
+  assert [len(row) for row in run(tmp_path, 3, PROMPTS)] == [3, 3, 3]
 
 
 def test_mistakes_are_told(tmp_path, monkeypatch):

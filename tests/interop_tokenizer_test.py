@@ -393,6 +393,15 @@ def test_gguf_metadata_gives_the_same_ids_back(made, kind):
   assert again.encode_batch(texts) == tok.encode_batch(texts)
 
 
+def test_a_blank_is_a_piece_in_gguf_and_no_byte():
+  """llama.cpp looks a blank up as U+2581, whose bytes would be three others."""
+  tok = tokenizer_lib.ByteTokenizer()
+  metadata = tokenizer_files.to_gguf(tok, 257)
+  assert metadata["tokenizer.ggml.tokens"][32] == "\u2581"
+  kinds = metadata["tokenizer.ggml.token_type"]
+  assert (kinds[31], kinds[32], kinds[33]) == (6, 1, 6)
+
+
 def test_llama3_words_are_cut_as_there(made):
   metadata = tokenizer_files.to_gguf(made["gpt2"], 400)
   words = ["123", "1234"]

@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
@@ -39,12 +41,13 @@ def whole_folder(folder: pathlib.Path, what: str) -> Iterator[pathlib.Path]:
   """The name of a neighbour, for the caller to make, that becomes `folder`.
 
   Whatever stops it, an earlier `folder` is back, and no folder made for it
-  stays.
+  stays; what a process left that was killed outright goes the next time.
 
   Raises:
     UserError: the system refuses; `what`, such as "the export", is named.
   """
-  token = secrets.token_hex(4)
+  _clear_killed(folder)
+  token = f"{os.getpid()}-{secrets.token_hex(4)}"
   part = folder.with_name(f"{folder.name}.part-{token}")
   old = folder.with_name(f"{folder.name}.part-old-{token}")
   made = [parent for parent in folder.parents if not parent.exists()]
@@ -67,6 +70,70 @@ def whole_folder(folder: pathlib.Path, what: str) -> Iterator[pathlib.Path]:
       for parent in made:
         with contextlib.suppress(OSError):
           parent.rmdir()
+
+
+def _clear_killed(folder: pathlib.Path) -> None:
+  """Undoes `whole_folder` for processes of this machine that are no more."""
+  name = re.compile(
+    re.escape(folder.name) + r"\.part-(old-)?(\d+)-[0-9a-f]{8}(-\w+)?"
+  )
+  there = []
+  with contextlib.suppress(OSError):
+    there = sorted(folder.parent.iterdir())
+  for path in there:
+    found = name.fullmatch(path.name)
+    if not found or path.is_symlink() or _is_running(int(found[2])):
+      continue
+    if found[1] and not folder.exists():  # killed between the two renames
+      with contextlib.suppress(OSError):
+        path.rename(folder)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+  try:
+    os.kill(process, 0)
+  except (ProcessLookupError, OverflowError):
+    return False
+  except OSError:  # somebody else's
+    return True
+  return True
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[Callable[[], None]]:
+  """A function that raises what Ctrl-C or SIGTERM raised, if it got lost.
+
+  Python drops an exception that a handler raises in a callback, such as the
+  one of a weak reference in the middle of an import. Here the handlers work as
+  before and take a note as well, so that the caller can ask at each stage.
+  """
+  noted = []
+
+  def note(number, frame):
+    noted.append(number)
+    before[number](number, frame)
+
+  def raise_noted():
+    for number in noted:
+      before[number](number, None)
+
+  before = {
+    number: signal.getsignal(number)
+    for number in (signal.SIGINT, signal.SIGTERM)
+    if callable(signal.getsignal(number))  # else the system ends the process
+  }
+  try:
+    for number in before:
+      signal.signal(number, note)
+  except ValueError:  # not in the main thread: the caller handles signals
+    yield raise_noted
+    return
+  try:
+    yield raise_noted
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 import taperjax
-from taperjax import folding, model as model_lib, ranges, saved
+from taperjax import decode, folding, model as model_lib, ranges, saved
 from taperjax.config import ModelConfig
 from taperjax.data import files
 from taperjax.errors import UserError
@@ -42,6 +43,66 @@ class Failed(UserError):
 
 REPORT = "verification.json"  # marks a folder as an export of ours
 GREEDY_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+  """A model and what its exports are held against, computed once on demand.
+
+  Attributes:
+    model: a baseline, an imported model, a tapered one at gate 0, or a folded
+      one (which stock formats refuse).
+    tokens_BL: ids of real text to compare on, 300 positions or more.
+    text: where they are from, for the report.
+  """
+
+  model: saved.Model
+  tokens_BL: np.ndarray
+  text: str
+
+  @functools.cached_property
+  def logits_BLV(self) -> np.ndarray:
+    """Of our model in float32."""
+    model = self.model
+    return verify.our_logits(
+      model.params, model.c, model.config, self.tokens_BL
+    )
+
+  @functools.cached_property
+  def source(self) -> dict[str, Any] | None:
+    """How far an import is from its files, see `_compare_source`."""
+    return _compare_source(self)
+
+  @functools.cached_property
+  def prompts(self) -> list[list[int]]:
+    """Three of unequal length, from the text."""
+    longest = min(24, self.model.config.context_len - 1)
+    rows = len(self.tokens_BL)
+    return [
+      self.tokens_BL[i % rows, : max(1, longest - 7 * i)].tolist()
+      for i in range(3)
+    ]
+
+  @property
+  def count(self) -> int:
+    """How many ids are to follow each prompt."""
+    room = self.model.config.context_len - max(map(len, self.prompts))
+    return min(GREEDY_TOKENS, room)
+
+  @functools.cached_property
+  def greedy(self) -> list[list[int]]:
+    """How our model continues the prompts, in float32."""
+    model = self.model
+    params, config = model_lib.unstack_layers(model.params, model.config)
+    return decode.generate(
+      params,
+      config.replace(compute_dtype="float32"),
+      self.prompts,
+      max_new=self.count,
+      gate=0.0 if model.tapered else 1.0,
+      c=model.c,
+      stop_ids=(model.tokenizer.eos_id,),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +200,10 @@ def _reader(to: str, remote_code: bool) -> Callable[..., Any]:
 
 
 def export(
-  model: saved.Model,
+  reference: Reference,
   to: str,
   out: pathlib.Path,
   *,
-  tokens_BL: np.ndarray,
-  text: str,
   dtype: str = "bfloat16",
   remote_code: bool = False,
   weights: str = "arguments",
@@ -153,12 +212,9 @@ def export(
   """Writes `out` whole and verified, or not at all.
 
   Args:
-    model: a baseline, an imported model, a tapered one at gate 0, or a folded
-      one (which stock formats refuse).
+    reference: the model, and what its export is held against.
     to: "hf", "transformer-lens", "stablehlo", "safetensors" or "gguf".
     out: a new folder, or an earlier export, which is replaced.
-    tokens_BL: ids of real text to compare on, 300 positions or more.
-    text: where they are from, for the report.
     dtype: of the file: float32, bfloat16 or float16, cast once from float32.
     remote_code: of hf: a modeling file of ours in place of the stock class.
     weights: of stablehlo: "arguments" or "constants".
@@ -170,10 +226,11 @@ def export(
   Raises:
     UserError: a format that cannot hold the model, or an error above its bound.
   """
+  model, tokens_BL = reference.model, reference.tokens_BL
   if tokens_BL.size < verify.MIN_POSITIONS:
     raise UserError(
-      f"data={text} gives {tokens_BL.size} positions, but a comparison needs "
-      f"{verify.MIN_POSITIONS}; give a longer text"
+      f"data={reference.text} gives {tokens_BL.size} positions, but a "
+      f"comparison needs {verify.MIN_POSITIONS}; give a longer text"
     )
   out = _check_out(out)
   form = form_of(model, to, dtype, remote_code)
@@ -182,52 +239,47 @@ def export(
   )
   options = (remote_code, weights)
   with contextlib.ExitStack() as stack:
+    raise_noted = stack.enter_context(files.noted_signals())
     part = stack.enter_context(files.whole_folder(out, "the export"))
     check = part.with_name(f"{part.name}-float32")
     stack.callback(shutil.rmtree, check, ignore_errors=True)
-    want_BLV = verify.our_logits(
-      model.params, model.c, model.config, tokens_BL
-    )
-    report = _report(model, form, to, dtype, remote_code, weights, text)
-    report["positions"] = int(tokens_BL.size)
+    report = _report(reference, form, to, dtype, remote_code, weights)
     log(f"writing {to} in float32, and reading it back")
     _write(check, exact_form, model, to, "float32", *options)
     report["float32"] = _compare(
-      check, to, remote_code, exact_form, model, want_BLV, tokens_BL
+      check, to, remote_code, exact_form, reference
     )
+    raise_noted()  # the reader was imported here
     if dtype != "float32":
       log(f"writing {to} in {dtype}, and reading it back")
       _write(part, form, model, to, dtype, *options)
       report["stored"] = _compare(
-        part, to, remote_code, form, model, want_BLV, tokens_BL, dtype
+        part, to, remote_code, form, reference, dtype
       )
     else:
       check.rename(part)
       report["stored"] = report["float32"]
+    whole = part if dtype == "float32" else check
     if to == "transformer-lens":
-      whole = part if dtype == "float32" else check
-      report["attribution"] = _compare_attribution(whole, want_BLV, tokens_BL)
-    report["source"] = _compare_source(model, want_BLV, tokens_BL)
+      report["attribution"] = _compare_attribution(whole, reference)
+    report["source"] = reference.source
+    raise_noted()
     if model.tokenizer is not None:
       if to != "gguf":
         _write_tokenizer(part, model)
       if to == "hf":
-        whole = part if dtype == "float32" else check
-        report["tokenizer"] = _compare_ids(
-          part, model, tokens_BL, remote_code
-        )
-        report["greedy"] = _compare_greedy(
-          whole, model, tokens_BL, remote_code
-        )
+        report["tokenizer"] = _compare_ids(part, reference, remote_code)
+        report["greedy"] = _compare_greedy(whole, reference, remote_code)
     report["residuals"] = _residuals(form, tokens_BL)
     (part / "README.md").write_text(card.text(report), encoding="utf-8")
     report["files"] = sorted(path.name for path in part.iterdir())
     write_json(part / REPORT, strict(report))
+    raise_noted()
   return strict(report)
 
 
-def _report(model, form, to, dtype, remote_code, weights, text):
-  config = model.config
+def _report(reference, form, to, dtype, remote_code, weights):
+  model, config = reference.model, reference.model.config
   return {
     "format": to,
     "form": form.name,
@@ -240,7 +292,8 @@ def _report(model, form, to, dtype, remote_code, weights, text):
     "sites": saved.site_factors(config, model.c),
     "step": model.step,
     "params": model_lib.count_params(form.params)[0],
-    "text": text,
+    "text": reference.text,
+    "positions": int(reference.tokens_BL.size),
     "notes": form.info.get("notes", []),
     "imported_from": model.meta.get("source", {}).get("format"),
     "model_commit": model.meta.get("commit"),
@@ -269,17 +322,18 @@ def _read(reader: Callable[..., Any], *args) -> Any:
 
 
 def _compare(
-  folder, to, remote_code, form, model, want_BLV, tokens_BL, dtype="float32"
+  folder, to, remote_code, form, reference, dtype="float32"
 ) -> dict[str, Any]:
   """Errors of a written export against our float32 model, within the bound."""
+  reader = _reader(to, remote_code)
   try:
-    got_BLV, reader = _read(_reader(to, remote_code), folder, tokens_BL)
+    got_BLV, reader = _read(reader, folder, reference.tokens_BL)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
-  errors = verify.compare(want_BLV, got_BLV)
+  errors = verify.compare(reference.logits_BLV, got_BLV)
   if dtype == "float32":
     name = "max_abs_delta_logit"
-    most = verify.bound(errors, form.name, model.config.norm)
+    most = verify.bound(errors, form.name, form.config.norm)
   else:
     name, most = "kl", verify.STORED_KL_BOUND
   if not errors[name] <= most:  # a NaN is no pass
@@ -292,20 +346,23 @@ def _compare(
   return {"reader": reader, "dtype": dtype, **errors, "bound": {name: most}}
 
 
-def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
+def _compare_source(reference: Reference) -> dict[str, Any] | None:
   """Of an untouched import: our model against its files in their own reader.
 
   A file without norms is read as a tapered model; one that was calibrated
   since has a scale_target.
   """
+  model = reference.model
   changed = model.step != 0 or model.meta.get("scale_target")
   if "source" not in model.meta or changed:
     return None
   try:
-    got_BLV, reader = _read(verify.source_logits, model, tokens_BL)
+    got_BLV, reader = _read(
+      verify.source_logits, model, reference.tokens_BL
+    )
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
-  errors = verify.compare(got_BLV, want_BLV)
+  errors = verify.compare(got_BLV, reference.logits_BLV)
   most = verify.bound(errors, "plain", model.config.norm)
   if not errors["max_abs_delta_logit"] <= most:
     raise Failed(
@@ -318,10 +375,13 @@ def _compare_source(model, want_BLV, tokens_BL) -> dict[str, Any] | None:
   }
 
 
-def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
+def _compare_attribution(folder, reference) -> dict[str, Any]:
   """The parts of the stream sum to the logits, as a linear path must."""
+  want_BLV = reference.logits_BLV
   try:
-    found = _read(verify.attribution, folder, tokens_BL, want_BLV)
+    found = _read(
+      verify.attribution, folder, reference.tokens_BL, want_BLV
+    )
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
   most = verify.BOUND * max(1.0, float(np.mean(want_BLV.std(axis=-1))))
@@ -334,17 +394,18 @@ def _compare_attribution(folder, want_BLV, tokens_BL) -> dict[str, Any]:
   return {**found, "bound": {"attribution_error": most}}
 
 
-def _compare_ids(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
+def _compare_ids(folder, reference, remote_code) -> dict[str, Any]:
   """AutoTokenizer gives the ids that training saw."""
-  texts = [model.tokenizer.decode(row_L) for row_L in tokens_BL]
+  tokenizer = reference.model.tokenizer
+  texts = [tokenizer.decode(row_L) for row_L in reference.tokens_BL]
   texts += ["", " two  blanks\nand a line", "caf\u00e9 \u2581 \U0001f600"]
   try:
     found = _read(verify.hf_token_ids, folder, texts, remote_code)
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
-  bos = [model.tokenizer.bos_id] if model.tokenizer.adds_bos else []
+  bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
   for text, ids in zip(texts, found, strict=True):
-    if ids != bos + model.tokenizer.encode(text):
+    if ids != bos + tokenizer.encode(text):
       raise Failed(
         f"AutoTokenizer gives other ids than the model was trained on for the "
         f"text {text[:40]!r}; nothing was written: this tokenizer cannot be "
@@ -354,16 +415,9 @@ def _compare_ids(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
           "same_ids": True, "adds_bos": bool(bos)}
 
 
-def _compare_greedy(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
+def _compare_greedy(folder, reference, remote_code) -> dict[str, Any]:
   """Three unequal prompts, continued by transformers and by us in float32."""
-  from taperjax import decode
-
-  longest = min(24, model.config.context_len - 1)
-  prompts = [
-    tokens_BL[i % len(tokens_BL), : max(1, longest - 7 * i)].tolist()
-    for i in range(3)
-  ]
-  count = min(GREEDY_TOKENS, model.config.context_len - longest)
+  model, prompts, count = reference.model, reference.prompts, reference.count
   eos = model.tokenizer.eos_id
   try:
     found = _read(
@@ -371,16 +425,7 @@ def _compare_greedy(folder, model, tokens_BL, remote_code) -> dict[str, Any]:
     )
   except verify.Missing as missing:
     return {"reader": None, "reason": str(missing)}
-  params, config = model_lib.unstack_layers(model.params, model.config)
-  ours = decode.generate(
-    params,
-    config.replace(compute_dtype="float32"),
-    prompts,
-    max_new=count,
-    gate=0.0 if model.tapered else 1.0,
-    c=model.c,
-    stop_ids=(eos,),
-  )
+  ours = reference.greedy
   report = {"reader": verify.version("transformers"), "tokens": count,
             "same_ids": found == ours}
   for prompt, a, b in zip(prompts, ours, found, strict=True):
@@ -422,21 +467,27 @@ def _residuals(form: Form, tokens_BL) -> dict[str, Any]:
   }
 
 
-def _check_out(out: pathlib.Path) -> pathlib.Path:
-  """Where to write, links resolved; raises unless it is free or an export."""
+def _look(out: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
+  """(where to write, links resolved; names there); never among a run's files.
+  """
   try:
     out = out.resolve()
     saved.check_outside_runs(out)
-    there = [path.name for path in out.iterdir()]
+    return out, sorted(path.name for path in out.iterdir())
   except FileNotFoundError:
-    return out
+    return out, []
   except (OSError, RuntimeError) as error:
     raise UserError(
       f"--out={out} cannot be used ({error}); choose another folder"
     ) from error
+
+
+def _check_out(out: pathlib.Path) -> pathlib.Path:
+  """Where to write, links resolved; raises unless it is free or an export."""
+  out, there = _look(out)
   if there and REPORT not in there:
     raise UserError(
-      f"--out={out} holds {min(there)!r} and no {REPORT}, so it is no export "
+      f"--out={out} holds {there[0]!r} and no {REPORT}, so it is no export "
       "of ours; choose another folder"
     )
   if there:
@@ -461,40 +512,44 @@ COLUMNS = (
 )
 
 
+def check_matrix(out: pathlib.Path) -> None:
+  """Raises unless a matrix may be written there: a new or an empty folder."""
+  out, there = _look(out)
+  if there:
+    raise UserError(
+      f"--out={out} holds {there[0]!r} already, and a matrix has a folder of "
+      "its own; choose a new one"
+    )
+
+
 def matrix(
   name: str,
-  model: saved.Model,
+  reference: Reference,
   out: pathlib.Path,
   *,
-  tokens_BL: np.ndarray,
-  text: str,
   dtype: str,
   log: Callable[[str], object],
-) -> list[dict[str, Any]]:
-  """Every format of one model, in folders under `out`.
+) -> Iterator[dict[str, Any]]:
+  """Every format of one model, in folders under `out`, one after another.
 
-  Returns:
-    One dict for each format: model, format, and the report, or why it was
+  Yields:
+    A dict for each format: model, format, and the report, or why it was
     `refused` (the format cannot hold the model) or has `failed` its checks.
   """
-  found = []
   for label, to, remote_code in COLUMNS:
     row = {"model": name, "format": label}
     log(f"{name}: {label}")
     try:
       row["report"] = export(
-        model,
+        reference,
         to,
         out / name / label.replace(" --", "-"),
-        tokens_BL=tokens_BL,
-        text=text,
         dtype=dtype,
         remote_code=remote_code,
       )
     except UserError as error:
       row["failed" if isinstance(error, Failed) else "refused"] = str(error)
-    found.append(row)
-  return found
+    yield row
 
 
 def matrix_lines(rows: list[dict[str, Any]]) -> list[str]:

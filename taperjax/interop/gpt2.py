@@ -36,27 +36,10 @@ _FIXED = {
   "is_encoder_decoder": False,
 }
 _READ = {
-  *_SIZES, *_FIXED, "n_ctx", "n_inner", "activation_function",
+  *_SIZES, "n_ctx", "n_inner", "activation_function",
   "layer_norm_epsilon", "tie_word_embeddings", "initializer_range",
   "model_type",
 }
-# Fields without effect on the logits of a language model: dropout, which is
-# off outside training, precision, bookkeeping, generation, other heads.
-_NO_EFFECT = re.compile(
-  r"(resid|embd|attn)_pdrop|reorder_and_upcast_attn|(torch_)?dtype"
-  r"|_?attn_implementation|_attn_implementation_autoset|use_cache"
-  r"|gradient_checkpointing|architectures|transformers_version|_name_or_path"
-  r"|_commit_hash|(bos|eos|pad|unk|sep|cls|decoder_start)_token_id"
-  r"|tokenizer_class|prefix|task_specific_params|summary_\w+|id2label"
-  r"|label2id|num_labels|problem_type|finetuning_task|output_past"
-  r"|output_hidden_states|output_attentions|return_dict|torchscript"
-  r"|use_bfloat16|is_decoder|chunk_size_feed_forward|do_sample|num_beams"
-  r"|temperature|top_[kp]|max_length|min_length|repetition_penalty"
-  r"|(encoder_)?no_repeat_ngram_size|length_penalty|early_stopping"
-  r"|num_return_sequences|num_beam_groups|diversity_penalty|typical_p"
-  r"|return_dict_in_generate|output_scores|remove_invalid_values"
-  r"|tf_legacy_loss|tie_encoder_decoder|_num_labels|predict_special_tokens"
-)
 
 
 def full_heads(
@@ -273,19 +256,7 @@ def _read_config(hf_config: dict[str, Any]) -> tuple[ModelConfig, bool]:
       f"model_type={hf_config.get('model_type')!r} is not gpt2; this reader "
       "knows the GPT-2 layout only"
     )
-  for name, value in hf_config.items():
-    empty = value is None or value == {} or value == []
-    if not (name in _READ or _NO_EFFECT.fullmatch(name) or empty):
-      raise UserError(
-        f"config.json: {name}={value!r} is not understood; if it has no effect "
-        "on the logits, remove it"
-      )
-  for name, good in _FIXED.items():
-    if hf_config.get(name, good) is not good:
-      raise UserError(
-        f"config.json: {name}={hf_config[name]!r} is not supported; only "
-        f"{good} is"
-      )
+  hf_files.check_fields(hf_config, _READ, _FIXED)
   size = {name: hf_files.whole(hf_config, name) for name in _SIZES}
   if hf_config.get("n_ctx", size["n_positions"]) != size["n_positions"]:
     raise UserError(

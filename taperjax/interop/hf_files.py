@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,26 @@ INDEX = "model.safetensors.index.json"
 # Buffers of old GPT-2 files, which the layout skips after a look at them.
 MASK = r"\.attn\.(masked_)?bias$"
 HEAD = "lm_head.weight"
+# Fields of config.json without effect on the logits of a language model:
+# dropout, which is off outside training, precision, bookkeeping, generation,
+# how the sums are cut, other heads.
+_NO_EFFECT = re.compile(
+  r"(resid|embd|attn)_pdrop|(attention|hidden|classifier)_dropout"
+  r"|reorder_and_upcast_attn|(torch_)?dtype|initializer_range|pretraining_tp"
+  r"|_?attn_implementation|_attn_implementation_autoset|use_cache"
+  r"|gradient_checkpointing|architectures|transformers_version"
+  r"|_name_or_path|_commit_hash|unsloth_\w+|is_llama_config"
+  r"|transformers\.js_config|(bos|eos|pad|unk|sep|cls|decoder_start)_token_id"
+  r"|tokenizer_class|prefix|task_specific_params|summary_\w+|id2label"
+  r"|label2id|num_labels|problem_type|finetuning_task|output_past"
+  r"|output_hidden_states|output_attentions|return_dict|torchscript"
+  r"|use_bfloat16|is_decoder|chunk_size_feed_forward|do_sample|num_beams"
+  r"|temperature|top_[kp]|max_length|min_length|repetition_penalty"
+  r"|(encoder_)?no_repeat_ngram_size|length_penalty|early_stopping"
+  r"|num_return_sequences|num_beam_groups|diversity_penalty|typical_p"
+  r"|return_dict_in_generate|output_scores|remove_invalid_values"
+  r"|tf_legacy_loss|tie_encoder_decoder|_num_labels|predict_special_tokens"
+)
 # As safetensors names them, and as config.json does.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -99,6 +119,33 @@ def check_regular(path: pathlib.Path) -> None:
     raise UserError(
       f"{path} is neither a file nor a folder; put the file itself there"
     )
+
+
+def check_fields(
+  fields: Mapping[str, Any], used: Collection[str], fixed: Mapping[str, bool]
+) -> None:
+  """Every field of config.json is used, or known to do nothing.
+
+  Args:
+    used: names that the reader honours.
+    fixed: flags that must have one value, which is also that of a missing one.
+
+  Raises:
+    UserError: another field with a value in it, or another value of a flag.
+  """
+  for name, value in fields.items():
+    empty = value is None or value == {} or value == []
+    known = name in used or name in fixed or _NO_EFFECT.fullmatch(name)
+    if not (known or empty):
+      raise UserError(
+        f"config.json: {name}={value!r} is not understood; if it has no effect "
+        "on the logits, remove it"
+      )
+  for name, good in fixed.items():
+    if fields.get(name, good) is not good:
+      raise UserError(
+        f"config.json: {name}={fields[name]!r} is not supported; only {good} is"
+      )
 
 
 def whole(fields: Mapping[str, Any], name: str) -> int:

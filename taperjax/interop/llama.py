@@ -37,6 +37,22 @@ _NORMS = {
   "attn_norm": "input_layernorm",
   "mlp_norm": "post_attention_layernorm",
 }
+# Fields of config.json that are honoured, and flags with one known value.
+_USED = {
+  "model_type", "vocab_size", "hidden_size", "intermediate_size",
+  "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+  "hidden_act", "rms_norm_eps", "max_position_embeddings",
+  "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_theta",
+  "rope_scaling", "rope_parameters", "partial_rotary_factor",
+  "original_max_position_embeddings", "sliding_window", "use_sliding_window",
+  "max_window_layers", "layer_types",
+}
+_FIXED = {
+  "add_cross_attention": False,
+  "is_encoder_decoder": False,
+  "rope_interleaved": False,
+  "use_mrope": False,
+}
 # Made again from theta by every reader; old files still hold them.
 _SKIPPED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Parts of tensor names that we know and cannot hold.
@@ -132,6 +148,7 @@ def config_from_hf(
       "quantization_config: the weights are quantized; import the model that "
       "they were made from"
     )
+  hf_files.check_fields(hf_config, _USED, _FIXED)
   if (act := hf_config.get("hidden_act", "silu")) != "silu":
     raise UserError(
       f"hidden_act={act!r} is not understood; the MLP must be SwiGLU (silu)"
@@ -236,12 +253,17 @@ def _check_window(
   # A Mistral that does not tell has the default of its class.
   default = {"sliding_window": 4_096} if kind == "mistral" else {}
   hf_config = default | dict(hf_config)
+  types = hf_config.get("layer_types")
+  if kind != "qwen2" and types and set(map(str, types)) != {"full_attention"}:
+    raise UserError(
+      f"layer_types={types!r} is not understood with model_type={kind!r}; only "
+      "full_attention is"
+    )
   if hf_config.get("sliding_window") is None:
     return
   window = hf_files.whole(hf_config, "sliding_window")
   if kind == "qwen2":
     first = hf_config.get("max_window_layers", 0)  # the layers before see all
-    types = hf_config.get("layer_types")
     slides = type(first) is not int or first < layers
     if isinstance(types, list):
       slides = "sliding_attention" in types

@@ -147,7 +147,8 @@ def _scored(
       f"tokenizer={path} has the piece {twice!r} twice, so its ids are not "
       "known; give another file"
     )
-  if missing := [byte for byte in _BYTES if byte not in vocab]:
+  blank = ["<0x20>"] if " " in vocab else []  # it falls back to no byte
+  if missing := [b for b in _BYTES if b not in vocab and b not in blank]:
     raise UserError(
       f"tokenizer={path} has no piece {missing[0]}, so some texts have no ids; "
       "only tokenizers with byte fallback can be used"
@@ -662,13 +663,18 @@ def _scored_gguf(
   *,
   prefix: bool,
 ) -> dict[str, Any]:
+  pieces, kinds = [*pieces], [*kinds]
+  if " " not in pieces and "<0x20>" in pieces:
+    # llama.cpp writes U+2581 for each blank of a text and falls back to the
+    # three bytes of that, so the byte of a blank must be a piece.
+    at = pieces.index("<0x20>")
+    pieces[at], kinds[at] = " ", NORMAL
   tokens = [
     piece.replace(" ", "▁") if kind == NORMAL else piece
     for piece, kind in zip(pieces, kinds, strict=True)
   ]
   if len(set(tokens)) < len(tokens):
     raise _cannot("pieces with U+2581 beside those with blanks")
-  kinds = [*kinds]
   if "<unk>" in tokens and kinds[tokens.index("<unk>")] == CONTROL:
     kinds[tokens.index("<unk>")] = UNKNOWN
   fields = {

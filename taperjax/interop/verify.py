@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import io
 import json
 import pathlib
 import sys
@@ -321,21 +322,23 @@ def gguf_logits(
     model = gguf_files.read(path)
     logits = our_logits(model.params, model.c, model.config, tokens_BL)
     return logits, "taperjax (llama_cpp is not installed)"
-  rows, length = np.shape(tokens_BL)
-  network = llama_cpp.Llama(
-    str(path),
-    n_ctx=length,
-    logits_all=True,
-    type_k=llama_cpp.GGML_TYPE_F32,
-    type_v=llama_cpp.GGML_TYPE_F32,
-    verbose=False,
-  )
-  found = []
-  for row_L in np.asarray(tokens_BL):
-    network.reset()
-    network.eval(row_L.tolist())
-    found.append(np.array(network.scores[:length], np.float32))
-  network.close()
+  length, found = np.shape(tokens_BL)[1], []
+  with contextlib.ExitStack() as stack:
+    # verbose=False leaves warnings: it rounds n_ctx up past that of training.
+    stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    network = llama_cpp.Llama(
+      str(path),
+      n_ctx=length,
+      logits_all=True,
+      type_k=llama_cpp.GGML_TYPE_F32,
+      type_v=llama_cpp.GGML_TYPE_F32,
+      verbose=False,
+    )
+    stack.callback(network.close)
+    for row_L in np.asarray(tokens_BL):
+      network.reset()
+      network.eval(row_L.tolist())  # in batches of 512
+      found.append(np.array(network.scores[:length], np.float32))
   return np.stack(found), version("llama-cpp-python")
 
 
