@@ -61,6 +61,11 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   t.end = 1.0  # share of the steps: g = 0 at the last one
   t.ema_rate = config_dict.placeholder(float)  # None: 0.01, short runs 0.1
   t.scale_loss_weight = 0.1  # lambda; appendix C
+  # Ablations; the paper has the first value of each.
+  t.shape = "cosine"  # of the gate; or "linear", or "step": 0 from the end on
+  t.calibrate = True  # False: c = 1
+  t.train_gain = True  # False: gamma~ stays as it was copied
+  t.scale_loss_schedule = "constant"  # or "taper": lambda (1 - g)
 
   # variant=fakeln: hard cuts, Baroni et al. 2025, in steps. Values of their
   # GPT-2 small, for fine-tuning; a run from scratch starts far later.

@@ -76,13 +76,16 @@ def update(
   )
 
 
-def solve(taper: TaperState, rate: float) -> TaperState:
+def solve(taper: TaperState, rate: float, unit: bool = False) -> TaperState:
   r"""Freezes c = num^ / (den^ + delta) and s_tgt from bias-corrected averages.
 
   Source: arXiv:2602.10408 (v1), appendix A.6: s^ = s / (1 - (1 - mu)^n).
+  `unit` is an ablation: c = 1 at every tapered site.
   """
   share = 1.0 - (1.0 - rate) ** taper.count.astype(jnp.float32)
   c_S = (taper.num / share) / (taper.den / share + CALIBRATION_EPS)
+  if unit:
+    c_S = (c_S > 0).astype(jnp.float32)
   return taper.replace(c=c_S, scale_target=taper.scale / share)
 
 
@@ -95,6 +98,16 @@ def copy_gains(params: dict) -> dict:
     name: copy_gains(value) if isinstance(value, dict) else value
     for name, value in params.items()
   }
+
+
+def freeze_gains(params: dict) -> dict:
+  """The same tree, without a gradient to any gamma~; an ablation."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: jax.lax.stop_gradient(leaf)
+    if path[-1].key == "taper_scale"
+    else leaf,
+    params,
+  )
 
 
 def site_names(num_layers: int) -> list[str]:

@@ -160,6 +160,11 @@ class TaperConfig:
   end: float  # share of the steps from which the gate is 0
   ema_rate: float  # weight of the new sample
   scale_loss_weight: float  # lambda
+  # Ablations; the defaults are the paper's, and those of runs saved before.
+  shape: str = "cosine"  # of the gate: "cosine", "linear" or "step"
+  calibrate: bool = True  # False: c = 1
+  train_gain: bool = True  # False: gamma~ stays as it was copied
+  scale_loss_schedule: str = "constant"  # or "taper": lambda (1 - g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +269,8 @@ class Config:
     if not self.tapers:
       return None
     start = round(self.taper.start * self.steps)
-    return TaperSteps(start, round(self.taper.end * self.steps))
+    end = round(self.taper.end * self.steps)
+    return TaperSteps(start, end, self.taper.shape)
 
   @property
   def cut_steps(self) -> CutSteps | None:
@@ -665,6 +671,14 @@ def _check(config: Config) -> None:
         f"{name}={value} must be at least 0 and below 1, for example "
         f"{_EXAMPLES[name]}"
       )
+  _choice("taper.shape", taper.shape, ("cosine", "linear", "step"))
+  schedules = ("constant", "taper")
+  _choice("taper.scale_loss_schedule", taper.scale_loss_schedule, schedules)
+  if config.cuts and taper.scale_loss_schedule != "constant":
+    raise UserError(
+      f"taper.scale_loss_schedule={taper.scale_loss_schedule} with "
+      "variant=fakeln, which has no gate to follow; set it to 'constant'"
+    )
   _choice("model.mlp", model.mlp, ("swiglu", "gelu_tanh", "gelu"))
   _choice("model.positions", model.positions, ("rope", "learned"))
   for name in model.biases:
@@ -710,11 +724,6 @@ def _check(config: Config) -> None:
     raise UserError("seeds=() is empty; give at least one, for example (0,)")
   if len(set(config.seeds)) < len(config.seeds):
     raise UserError(f"seeds={config.seeds} repeats a seed; name each one once")
-  if len(config.seeds) > 1:
-    raise UserError(
-      f"seeds={config.seeds} names {len(config.seeds)} seeds; this version "
-      "trains one at a time: start a run for each"
-    )
   for seed in config.seeds:
     if not 0 <= seed < 2**31:
       raise UserError(

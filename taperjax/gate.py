@@ -20,19 +20,24 @@ class TaperSteps:
   """Where the taper lies, in steps.
 
   Attributes:
-    start: taper start k_s, the last step with gate 1; calibration follows it.
+    start: taper start k_s, the last step of the norm phase; calibration
+      follows it.
     end: k_e, the first step with gate 0.
+    shape: of the gate between them, see `gate`.
   """
 
   start: int
   end: int
+  shape: str = "cosine"
 
 
 def gate(step: jax.Array, taper: TaperSteps) -> jax.Array:
   r"""Gate g of step k: 1, then half a cosine, then 0.
 
   g(k) = 1 for k <= k_s; (1 + cos(pi (k - k_s) / (k_e - k_s))) / 2 between;
-  0 for k >= k_e. Source: arXiv:2602.10408 (v1), section 3.3.
+  0 for k >= k_e. Source: arXiv:2602.10408 (v1), section 3.3. Shapes of ours
+  beside the cosine: "linear", (k_e - k) / (k_e - k_s), and "step", 1 for
+  k < k_e.
 
   Args:
     step: k >= 1, integer.
@@ -43,8 +48,12 @@ def gate(step: jax.Array, taper: TaperSteps) -> jax.Array:
   """
   done = (step - taper.start) / (taper.end - taper.start)
   done = jnp.clip(jnp.float32(done), 0.0, 1.0)
-  cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * done))
-  return jnp.where(done <= 0.0, 1.0, jnp.where(done >= 1.0, 0.0, cosine))
+  between = {
+    "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
+    "linear": 1.0 - done,
+    "step": 1.0,
+  }[taper.shape]
+  return jnp.where(done <= 0.0, 1.0, jnp.where(done >= 1.0, 0.0, between))
 
 
 def phase(step: int, taper: TaperSteps | None) -> str:

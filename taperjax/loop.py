@@ -22,12 +22,15 @@ import pathlib
 import shutil
 import statistics
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from taperjax import (
+  anchor,
+  calibration,
   checkpoint,
   config as config_lib,
   data as data_lib,
@@ -47,9 +50,12 @@ from taperjax.config import Config
 from taperjax.data import windows
 from taperjax.errors import UserError
 from taperjax.summary import (
+  by_seed,
   commit,
+  mean_text,
   print_table,
   say,
+  strict,
   versions,
   wrap_sample,
   write_json,
@@ -101,6 +107,10 @@ def train(
     raise
 
 
+class NotFinite(UserError):
+  """A run, or the last of its seeds, diverged."""
+
+
 class Run:
   """One run in one workdir. Read `run` first."""
 
@@ -123,7 +133,7 @@ class Run:
       # A tokenizer from a file tells its vocabulary later.
       vocab_size = config.model.vocab_size or meta["model"]["vocab_size"]
       known = config.with_vocab(vocab_size, meta["model"].get("eot_id"))
-      _check_same_config(known, meta["config"])
+      check_same_config(known, meta["config"])
     data = config.data
     tokenizer = data.tokenizer
     if tokenizer == "init":
@@ -141,7 +151,9 @@ class Run:
     )
     tokenizer = self.data.tokenizer
     self.config = config.with_vocab(tokenizer.vocab_size, tokenizer.eos_id)
-    self.seed = self.config.seeds[0]
+    self.seeds = self.config.seeds
+    self.many = len(self.seeds) > 1
+    self.diverged = [0] * len(self.seeds)  # step of each seed, or 0
     self._check_lengths()
     if overwrite:  # only now: a mistake above must not cost the earlier run
       workdir_lib.clean(workdir, results=True)
@@ -151,18 +163,19 @@ class Run:
     write_json(workdir / "config.json", config_lib.to_dict(self.config))
     self.data.tokenizer.save(workdir / "tokenizer")
     self.eval_step = step_lib.make_eval_step(self.config.model)
+    self.anchor = anchor.make_anchor(self.config.model)
     self.steps = {}  # compiled train steps by phase
     # Sums since the last logged step; saved, so that a resumed run logs the
     # same means as one that never stopped.
     self.interval = _empty_interval()
-    self.final_valid: dict[str, Any] | None = None
+    self.final_valid: list[dict[str, Any] | None] | None = None  # by seed
 
   def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
     """Norm phase, calibration, taper, scale phase; then fold and summary."""
     config = self.config
     self._describe()
     state = self._restore()
-    first = int(state.step)
+    first = _step_of(state)
     summary_path = self.workdir / "summary.json"
     if first == config.steps and summary_path.exists():
       try:
@@ -190,7 +203,7 @@ class Run:
       with workdir_lib.signals() as stop:
         state = self._train(state, stop, stop_after)
       self.checkpoints.wait()
-    return self._finish(state) if int(state.step) == config.steps else None
+    return self._finish(state) if _step_of(state) == config.steps else None
 
   def _train(
     self,
@@ -203,16 +216,9 @@ class Run:
     mask_BL = jnp.ones((config.batch_size, config.context_len), jnp.float32)
     pending = None  # (step, metrics) of the step that the device works on
     self.rate = _Rate(config)
-    for k in range(int(state.step) + 1, config.steps + 1):
+    for k in range(_step_of(state) + 1, config.steps + 1):
       train_step = self._step(gate_lib.phase(k, taper_steps))
-      tokens_BL1 = windows.train_batch(
-        self.data.train.tokens,
-        seed=self.seed,
-        step=k,
-        batch_size=config.batch_size,
-        context_len=config.context_len,
-      )
-      state, values = train_step(state, tokens_BL1, mask_BL)
+      state, values = train_step(state, self._batch(k), mask_BL)
       if pending is not None:
         self._log(*pending)  # while the device computes step k
       pending = (k, values)
@@ -225,7 +231,11 @@ class Run:
       if evaluating or saving:
         self._log(*pending)  # never evaluate or save what is not finite
         pending = None
-      valid_loss = self._evaluate(state) if evaluating else None
+      valid_loss = None
+      if evaluating:
+        valid_loss = self._evaluate(state)
+        if self.many:  # an evaluation may have ended a seed
+          state = state.replace(diverged=jnp.asarray(self.diverged, jnp.int32))
       if saving:
         self._save(state, valid_loss)
       if evaluating or saving:
@@ -241,6 +251,20 @@ class Run:
         break
     return state
 
+  def _batch(self, k: int) -> np.ndarray:
+    """Tokens of step k, (B, L + 1); with several seeds (S, B, L + 1)."""
+    batches = [
+      windows.train_batch(
+        self.data.train.tokens,
+        seed=seed,
+        step=k,
+        batch_size=self.config.batch_size,
+        context_len=self.config.context_len,
+      )
+      for seed in self.seeds
+    ]
+    return np.stack(batches) if self.many else batches[0]
+
   def _check_lengths(self) -> None:
     """Raises before the first step where a text or the prompt cannot serve."""
     config, data = self.config, self.data
@@ -248,7 +272,7 @@ class Run:
       part = "train"
       windows.train_batch(
         data.train.tokens,
-        seed=self.seed,
+        seed=0,
         step=1,
         batch_size=1,
         context_len=config.context_len,
@@ -271,9 +295,12 @@ class Run:
     params = dict(state_lib.abstract(config).params)
     adapters = model.count_params(params.pop(lora.BRANCH, {}))[0]
     total, taper = model.count_params(params)
+    if self.many:  # every leaf leads with the seeds
+      total, taper = total // len(self.seeds), taper // len(self.seeds)
+    shown = ", ".join(map(str, self.seeds))
     lines = [
       f"workdir {self.workdir}",
-      f"{config.size} {config.variant}, norm {config.norm}, seed {self.seed}: "
+      f"{config.size} {config.variant}, norm {config.norm}, seed {shown}: "
       f"{total:,} parameters and {taper:,} taper gains; vocabulary "
       f"{data.tokenizer.vocab_size:,}",
       f"{len(data.train.tokens):,} training tokens, "
@@ -318,13 +345,20 @@ class Run:
       if (path := self.config.init.checkpoint) is not None:
         say(f"starting from {path}")
         initial = saved.load(path).params
+      if self.many:
+        return jax.jit(state_lib.create_seeds, static_argnums=0)(
+          self.config, initial
+        )
       return jax.jit(state_lib.create, static_argnums=(0, 1))(
-        self.config, self.seed, initial
+        self.config, self.seeds[0], initial
       )
     step, state, meta = found
-    _check_same_config(self.config, meta["config"])
+    check_same_config(self.config, meta["config"])
     self.saved_step = step
-    self.interval = meta["interval"]
+    self.interval = {
+      n: np.float64(v) if np.ndim(v) else v for n, v in meta["interval"].items()
+    }
+    self.diverged = meta.get("diverged", self.diverged)
     self.earlier_s = meta["wall_s"]
     say(f"resuming at step {step} of {self.config.steps}")
     return state
@@ -332,39 +366,68 @@ class Run:
   def _log(self, k: int, values: dict[str, jax.Array]) -> None:
     """Fetches the metrics of step k, checks them, writes every log_every."""
     config = self.config
-    values = {name: float(v) for name, v in jax.device_get(values).items()}
-    self._check_finite(k, values)
+    # Of one seed numbers, of several (S,) with NaN where a seed has ended.
+    values = {n: np.float64(v) for n, v in jax.device_get(values).items()}
+    if self.many:
+      self._mask_diverged(values)
+    else:
+      self._check_finite(k, values)
     sums = self.interval
     for name in ("loss", "scale_loss", "clipped"):
-      sums[name] += values[name]
+      sums[name] = sums[name] + values[name]
     sums["count"] += 1
     self.rate.tick()
-    shown = {"loss": values["loss"], "gate": values["gate"]}
+    shown = {n: float(np.nanmean(values[n])) for n in ("loss", "gate")}
     if k % config.log_every and k != config.steps:
       self.progress.update(k, **shown, tokens_per_s=self.rate.last)
       return
+    for name in ("loss", "scale_loss", "clipped"):
+      values[name] = sums[name] / sums["count"]
+    values["clipped_share"] = values.pop("clipped")
+    values = {name: _json(value) for name, value in values.items()}
     steps = config.taper_steps
     if not config.cuts and (steps is None or k <= steps.start):
       values["scale_target"] = None  # does not exist before calibration
-    count = sums["count"]
-    for name in ("loss", "scale_loss", "clipped"):
-      values[name] = sums[name] / count
-    values["clipped_share"] = values.pop("clipped")
     values["tokens_per_s"] = self.rate.take()
     self.interval = _empty_interval()
     self.metrics.write(k, values)
     self.progress.update(k, **shown, tokens_per_s=self.rate.last)
 
+  def _mask_diverged(self, values: dict[str, np.ndarray]) -> None:
+    """Takes `diverged` out, tells what is new in it, and blanks these seeds."""
+    ended = values.pop("diverged")
+    for i in np.flatnonzero(ended):
+      names = [n for n, v in values.items() if not np.isfinite(v[i])]
+      self._end_seed(int(i), int(ended[i]), next(iter(names), "loss"))
+    dead = np.array(self.diverged) > 0
+    for name, value in values.items():
+      values[name] = np.where(dead, np.nan, value)
+
+  def _end_seed(self, i: int, k: int, bad: str) -> None:
+    """Marks a seed that is not finite at step k; the others go on."""
+    if self.diverged[i]:
+      return
+    self.diverged[i] = k
+    if all(self.diverged):
+      self._stop_not_finite(k, f"{bad} of the last seed")
+    say(
+      f"seed {self.seeds[i]}: {bad} at step {k} is not finite; this seed is "
+      "frozen there, the others go on",
+      self.progress,
+    )
+
   def _check_finite(self, k: int, values: dict[str, Any]) -> None:
     """Stops the run at a NaN or infinity, and says what is left of it."""
     bad = metrics_lib.finite(values)
-    if bad is None:
-      return
+    if bad is not None:
+      self.metrics.write(k, values, "nonfinite")
+      self._stop_not_finite(k, f"{bad}={values[bad]}")
+
+  def _stop_not_finite(self, k: int, what: str) -> NoReturn:
     last = self.saved_step
     kept = "there is no checkpoint yet" if last is None else (
       f"the last good checkpoint is step {last}"
     )
-    self.metrics.write(k, values, "nonfinite")
     config, steps = self.config, self.config.taper_steps
     remedy = (
       f"lower optimizer.learning_rate={config.optimizer.learning_rate:g}, or "
@@ -380,26 +443,26 @@ class Run:
         f"the norms are cut after step {config.fakeln.start}: raise "
         f"fakeln.start or the gaps, or {remedy}"
       )
-    raise UserError(
-      f"{bad}={values[bad]} at step {k} is not finite, training stops; "
+    raise NotFinite(
+      f"{what} at step {k} is not finite, training stops; "
       f"{kept} in {self.checkpoints.folder}: {remedy}"
     )
 
   def _calibrate(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Taper start: freezes c and the scale target, copies gamma."""
     state = step_lib.make_calibrate(self.config)(state)
-    k = int(state.step)
-    target = float(state.taper.scale_target)
-    sites = saved.site_factors(self.config.model, state.taper.c)
+    k, sites = _step_of(state), self.config.model.tapered_sites
+    target, c = jax.device_get((state.taper.scale_target, state.taper.c))
+    names = calibration.site_names(self.config.model.num_layers)
+    values = {"scale_target": target}
+    values |= {f"c/{names[i]}": c[..., i] for i in sites}
     self.metrics.write(
-      k,
-      {"scale_target": target, **{f"c/{s['site']}": s["c"] for s in sites}},
-      "calibration",
+      k, {n: _json(v) for n, v in values.items()}, "calibration"
     )
-    values = [site["c"] for site in sites]
+    c = c[..., sites]
     say(
-      f"calibrated at step {k}: c from {min(values):.4g} to {max(values):.4g} "
-      f"over {len(values)} norms, scale target {target:.4g}",
+      f"calibrated at step {k}: c from {c.min():.4g} to {c.max():.4g} over "
+      f"{len(sites)} norms, scale target {target.mean():.4g}",
       self.progress,
     )
     return state
@@ -430,15 +493,35 @@ class Run:
     )
 
   def _evaluate(self, state: state_lib.TrainState) -> float:
-    """Validation at the current gate and at g = 0, and a sampled story.
+    """Validation of every seed at its gate and at g = 0, and sampled stories.
 
     Returns:
-      The validation loss at the current gate.
+      The validation loss at the current gate, a mean over the seeds.
     """
+    k = _step_of(state)
+    found, self.final_valid = [], []
+    for i, seed in enumerate(self.seeds):
+      values = now = None
+      if not self.diverged[i]:
+        one = state_lib.take_seed(state, i) if self.many else state
+        values, now = self._evaluate_seed(one, seed)
+        if not self.many:
+          self._check_finite(k, values)
+        elif bad := metrics_lib.finite(values):
+          self._end_seed(i, k, bad)
+          values = now = None
+      found.append(values)
+      self.final_valid.append(now)
+    self.metrics.write(k, by_seed(found) if self.many else found[0], "eval")
+    self._say_evaluated(k, [v for v in found if v is not None])
+    return statistics.fmean(now["loss"] for now in self.final_valid if now)
+
+  def _evaluate_seed(
+    self, state: state_lib.TrainState, seed: int
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what is written, the whole validation at the gate) of one seed."""
     k, gate = int(state.step), float(state.gate)
     tapers, cuts = self.config.tapers, self.config.cuts
-    steps = self.config.taper_steps
-    calibrated = tapers and k >= steps.start
     fixed = gate in (0.0, 1.0)
     params = self._plain(state)
     # The norms of a FakeLN run ask c alone: one program serves all its gates.
@@ -447,7 +530,7 @@ class Run:
     values = {"valid_loss": now["loss"], "gate": gate}
     if not tapers and not cuts or gate == 0.0:
       values["valid_loss_g0"] = now["loss"]
-    elif not calibrated:
+    elif not self._calibrated(k):
       values["valid_loss_g0"] = None  # g = 0 does not exist before calibration
     else:
       # Far from gate 0 a model need not hold there: training goes on.
@@ -455,31 +538,59 @@ class Run:
       values["valid_loss_g0"] = at_zero if math.isfinite(at_zero) else None
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
-    self._check_finite(k, values)
-    at = 0.0 if calibrated else 1.0  # the paper evaluates at gate 0
-    if cuts:
-      at = gate
-    values["sample"] = self._sample(
-      params, self.config.model, at, state.taper.c
+    values |= self._anchor(params, state)
+    if metrics_lib.finite(values) is None:
+      at = self._sample_gate(k, gate)
+      values["sample"] = self._sample(
+        params, self.config.model, at, state.taper.c, seed
+      )
+    return values, now
+
+  def _anchor(self, params, state: state_lib.TrainState) -> dict[str, float]:
+    """What pulls at the pre-logit stream, on the first validation batch."""
+    config, k = self.config, int(state.step)
+    pulls = config.uses_scale_loss and (config.cuts or self._calibrated(k))
+    found = self.anchor(
+      params,
+      state.taper.c,
+      jnp.float32(1.0 if config.cuts else state.gate),  # one program for all
+      state.taper.scale_target,
+      config.taper.scale_loss_weight if pulls else 0.0,
+      *next(iter(self._valid_batches())),
     )
-    self.metrics.write(k, values, "eval")
-    text = f"step {k}: validation loss {now['loss']:.4f}"
-    if tapers or cuts:
+    values = {name: v.tolist() for name, v in jax.device_get(found).items()}
+    rms = values.pop("residual_rms")
+    values |= {f"residual_rms/{n}": x for n, x in enumerate(rms)}
+    return strict(values)  # a measure: that it overflows stops no run
+
+  def _calibrated(self, k: int) -> bool:
+    return self.config.tapers and k >= self.config.taper_steps.start
+
+  def _sample_gate(self, k: int, gate: float) -> float:
+    """The paper evaluates at gate 0, where that exists."""
+    if self.config.cuts:
+      return gate
+    return 0.0 if self._calibrated(k) else 1.0
+
+  def _say_evaluated(self, k: int, found: list[dict[str, Any]]) -> None:
+    """A line on the validation, and a sample of the first seed."""
+    gate, ends = found[0]["gate"], self.config.ends_without_norms
+    text = f"step {k}: validation loss "
+    text += mean_text([values["valid_loss"] for values in found])
+    if ends:
       text += f" at gate {gate:.3g}"
-    if calibrated and gate > 0.0:
-      at_zero = values["valid_loss_g0"]
-      text += ", not finite" if at_zero is None else f", {at_zero:.4f}"
+    if self._calibrated(k) and gate > 0.0:
+      at_zero = [values["valid_loss_g0"] for values in found]
+      text += ", not finite" if None in at_zero else f", {mean_text(at_zero)}"
       text += " at gate 0"
     say(text, self.progress)
     if k < self.config.steps:  # the last sample is that of the closing table
       label = "  sample: "
-      if tapers or cuts:
-        label = f"  sample at gate {at:.3g}: "
-      say(wrap_sample(label, values["sample"]), self.progress)
-    self.final_valid = now
-    return now["loss"]
+      if ends:
+        label = f"  sample at gate {self._sample_gate(k, gate):.3g}: "
+      say(wrap_sample(label, found[0]["sample"]), self.progress)
 
-  def _sample(self, params, model_config, gate: float, c) -> str:
+  def _sample(self, params, model_config, gate: float, c, seed: int) -> str:
     """A short story of a model."""
     config, tokenizer = self.config, self.data.tokenizer
     prompt = self._prompt()
@@ -492,7 +603,7 @@ class Run:
       gate=gate,
       c=c,
       sampling=SAMPLING,
-      seed=self.seed,
+      seed=seed,
       stop_ids=(tokenizer.eos_id,),
     )
     text = config.eval.prompt
@@ -514,12 +625,12 @@ class Run:
     return self.earlier_s + time.monotonic() - self.began
 
   def _save(self, state: state_lib.TrainState, valid_loss) -> None:
-    k = int(state.step)
+    k = _step_of(state)
     # The loss of step k was finite, but its update may not be.
     if not _all_finite((state.params, state.opt_state, state.taper)):
       self._check_finite(k, {"update": math.nan})
     # Only checkpoints at the final gate compete for best.
-    competes = not self.config.ends_without_norms or float(state.gate) == 0.0
+    competes = not self.config.ends_without_norms or _gate_of(state) == 0.0
     self.checkpoints.save(
       k,
       state,
@@ -529,22 +640,22 @@ class Run:
     self.saved_step = k
 
   def _meta(self, state: state_lib.TrainState) -> dict[str, Any]:
-    k = int(state.step)
-    return {
+    k = _step_of(state)
+    meta = {
       "config": config_lib.to_dict(self.config),
       "model": config_lib.to_dict(self.config.model),
       "step": k,
-      "gate": float(state.gate),
-      "scale_target": float(state.taper.scale_target),
-      "seed": self.seed,
-      "next_batch": {"seed": self.seed, "step": k + 1},
+      "gate": _gate_of(state),
+      "scale_target": _json(jax.device_get(state.taper.scale_target)),
+      "seed": list(self.seeds) if self.many else self.seeds[0],
       "data_hashes": self.data.hashes,
       "valid_tokens": self._relative(self.data.valid.path),
-      "interval": self.interval,
+      "interval": {name: _json(v) for name, v in self.interval.items()},
       "wall_s": self._wall(),
       "commit": commit(),
       "versions": versions(),
     }
+    return meta | ({"diverged": self.diverged} if self.many else {})
 
   def _relative(self, path: pathlib.Path) -> str:
     """A path that a moved workdir takes along, if it lies in there."""
@@ -553,51 +664,91 @@ class Run:
 
   def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
     """Folds, compares, measures decoding, writes and prints the summary."""
-    config, model_config = self.config, self.config.model
-    tapers = config.ends_without_norms
-    final_gate = float(state.gate)
+    config = self.config
     workdir_lib.check_there(self.workdir)
-    params = self._plain(state)
-    valid = self.final_valid
-    if valid is None:  # resumed after the last step: its record is there
-      at = 1.0 if config.cuts else final_gate  # as in `_evaluate`
-      valid = self._loss(params, state.taper.c, at)
-    total, taper_gains = model.count_params(params)
-    if tapers and final_gate > 0.0:
-      raise AssertionError("the last step of a tapered run has gate 0")
-    c = state.taper.c
-    if config.cuts:
-      params, c, model_config = fakeln.to_taper(
-        *jax.device_get((params, c)), model_config
-      )
+    valid = self.final_valid or [None] * len(self.seeds)
+    if config.ends_without_norms:
+      say("folding, and comparing with the unfolded model")
+    rows, forms = [], None
+    for i, ended in enumerate(self.diverged):
+      row = None
+      if not ended:
+        one = state_lib.take_seed(state, i) if self.many else state
+        row, seed_forms = self._result(one, i, valid[i])
+        forms = forms or seed_forms  # every seed decodes as fast
+      rows.append(row)
+    total, taper_gains = model.count_params(forms["unfolded"][0])
+    folded = None
+    if "folded" in forms:
+      folded = model.count_params(forms["folded"][0])[0]
+    say("measuring decoding")
     summary = {
       "variant": config.variant,
       "norm": config.norm,
       "size": config.size,
-      "seed": self.seed,
+      "seed": list(self.seeds) if self.many else self.seeds[0],
       "steps": config.steps,
       "tokens": config.steps * config.batch_size * config.context_len,
       "params": total,
       "params_taper": taper_gains,
-      "params_folded": None,
+      "params_folded": folded,
+      "gate": _gate_of(state),
+      **(by_seed(rows) if self.many else rows[0]),
+      "decode": self._decode_speed(forms),
+      "wall_s": self._wall(),
+      "commit": commit(),
+      "device": jax.devices()[0].device_kind,
+      "cpu_count": os.cpu_count(),
+      "versions": versions(),
+    }
+    if self.many:
+      summary["diverged"] = [k or None for k in self.diverged]
+    workdir_lib.check_there(self.workdir)
+    write_json(self.workdir / "summary.json", summary)
+    print_table(summary)
+    say(f"wrote {self.workdir}; go on with `taperjax generate {self.workdir}`")
+    return summary
+
+  def _result(
+    self,
+    state: state_lib.TrainState,
+    i: int,
+    valid: dict[str, Any] | None,
+  ) -> tuple[dict[str, Any], dict[str, tuple]]:
+    """What the summary says of one seed, and its forms; writes the folded."""
+    config, model_config = self.config, self.config.model
+    final_gate, seed = float(state.gate), self.seeds[i]
+    ends = config.ends_without_norms
+    if ends and final_gate > 0.0:
+      raise AssertionError("the last step of a tapered run has gate 0")
+    params, c = self._plain(state), state.taper.c
+    if valid is None:  # resumed after the last step: its record is there
+      at = 1.0 if config.cuts else final_gate  # as in `_evaluate_seed`
+      valid = self._loss(params, c, at)
+    if config.cuts:
+      params, c, model_config = fakeln.to_taper(
+        *jax.device_get((params, c)), model_config
+      )
+    last = (params, model_config, final_gate, c)
+    forms = {"unfolded": last}
+    row = {
       "valid_loss": valid["loss"],
       "valid_loss_g0": valid["loss"],
       "valid_loss_folded": None,
       "bits_per_byte": valid["bits_per_byte"],
       "valid_tokens": valid["tokens"],
-      "gate": final_gate,
-      "scale_target": float(state.taper.scale_target) if tapers else None,
+      "scale_target": float(state.taper.scale_target) if ends else None,
       "mean_scale": valid["mean_scale"],
       "logit_norm": valid["logit_norm"],
       "c": saved.site_factors(model_config, c),
       "fold": None,
     }
-    last = (params, model_config, final_gate, c)
-    forms = {"unfolded": last}
-    if tapers:
-      say("folding, and comparing with the unfolded model")
+    if ends:
+      folder, meta = self.workdir / "folded", self._meta(state)
+      if self.many:
+        folder, meta = folder / f"seed_{seed}", saved.seed_meta(meta, i)
       report, folded = saved.write_folded(
-        self.workdir / "folded",
+        folder,
         saved.Model(
           params=jax.device_get(params),
           config=model_config,
@@ -605,33 +756,16 @@ class Run:
           gate=final_gate,
           tokenizer=self.data.tokenizer,
           step=int(state.step),
-          meta=self._meta(state),
+          meta=meta,
         ),
         self._valid_batches,
       )
       folded_step = step_lib.make_eval_step(folded.config)
       loss = self._loss(folded.params, None, 1.0, folded_step)
-      summary["params_folded"] = report["params_folded"]
-      summary["valid_loss_folded"] = loss["loss"]
-      summary["fold"] = report["errors"]
+      row["valid_loss_folded"] = loss["loss"]
+      row["fold"] = report["errors"]
       last = forms["folded"] = (folded.params, folded.config, 1.0, None)
-    say("measuring decoding")
-    device = jax.devices()[0]
-    summary |= {
-      "decode": self._decode_speed(forms),
-      "sample": self._sample(*last),
-      "wall_s": self._wall(),
-      "commit": commit(),
-      "device": device.device_kind,
-      "cpu_count": os.cpu_count(),
-      "versions": versions(),
-    }
-    workdir_lib.check_there(self.workdir)
-    write_json(self.workdir / "summary.json", summary)
-    print_table(summary)
-    say(f"wrote {self.workdir}; go on with `taperjax generate {self.workdir}`")
-    return summary
-
+    return row | {"sample": self._sample(*last, seed)}, forms
 
   def _decode_speed(self, forms: dict[str, tuple]) -> dict[str, Any]:
     """Median tokens per second of each form, measured in turn, batch of 1."""
@@ -675,8 +809,24 @@ class _Rate:
     return rate
 
 
-def _empty_interval() -> dict[str, float]:
+def _empty_interval() -> dict[str, Any]:
   return {"loss": 0.0, "scale_loss": 0.0, "clipped": 0.0, "count": 0}
+
+
+def _step_of(state: state_lib.TrainState) -> int:
+  """The step of a state, equal for all seeds."""
+  return int(state.step.reshape(-1)[0])
+
+
+def _gate_of(state: state_lib.TrainState) -> float:
+  return float(state.gate.reshape(-1)[0])
+
+
+def _json(value: Any) -> Any:
+  """A number, or a list by seed with None for NaN."""
+  if np.ndim(value):
+    return [None if math.isnan(x) else x for x in value.tolist()]
+  return value.tolist() if hasattr(value, "tolist") else value
 
 
 @jax.jit
@@ -686,7 +836,7 @@ def _all_finite(tree: Any) -> jax.Array:
   return jnp.all(jnp.stack(leaves))
 
 
-def _check_same_config(config: Config, before: dict[str, Any]) -> None:
+def check_same_config(config: Config, before: dict[str, Any]) -> None:
   """Raises with the list of differences from a saved configuration."""
 
   def flat(fields, prefix=""):

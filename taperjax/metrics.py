@@ -116,11 +116,15 @@ class MetricsWriter:
     from tensorboardX.summary import scalar
 
     for name, value in record.items():
-      if name not in _RESERVED and _is_number(value):
-        summary = scalar(f"{record['kind']}/{name}", value)
-        self._events.write_event(
-          Event(wall_time=time.time(), step=record["step"], summary=summary)
-        )
+      tags = {name: value}
+      if isinstance(value, list):
+        tags = {f"{name}/{i}": item for i, item in enumerate(value)}
+      for tag, item in tags.items():
+        if name not in _RESERVED and _is_number(item):
+          summary = scalar(f"{record['kind']}/{tag}", item)
+          self._events.write_event(
+            Event(wall_time=time.time(), step=record["step"], summary=summary)
+          )
 
   def _unwritable(self, error: OSError) -> UserError:
     return UserError(

@@ -130,9 +130,10 @@ class Block(nn.Module):
 
   config: ModelConfig
   phase: str
+  watched: bool = False  # the mean square of what leaves it is wanted
 
   @nn.compact
-  def __call__(self, h_BLD, c, cache, gate, position_BL, mask_BL, kind_BL):
+  def __call__(self, h_BLD, c, cache, gate_2, position_BL, mask_BL, kind_BL):
     cfg = self.config
 
     def norm(name, h_BLD, i):
@@ -143,7 +144,7 @@ class Block(nn.Module):
         outs, sums_2 = site(h_BLD, c_R3, kind_BL, mask_BL)
         return outs[0], outs[-1], sums_2
       site = norms.Norm(cfg.norm, mode, eps, self.phase, name=name)
-      x_BLD, sums_2 = site(h_BLD, gate, c[i], mask_BL)
+      x_BLD, sums_2 = site(h_BLD, gate_2[i], c[i], mask_BL)
       return x_BLD, x_BLD, sums_2
 
     x_BLD, value_BLD, attn_sums_2 = norm("attn_norm", h_BLD, 0)
@@ -153,11 +154,17 @@ class Block(nn.Module):
     h_BLD = h_BLD + out_BLD
     x_BLD, _, mlp_sums_2 = norm("mlp_norm", h_BLD, 1)
     h_BLD = h_BLD + MLP(cfg, name="mlp")(x_BLD)
-    return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache)
+    square_BL = _mean_square(h_BLD) if self.watched else None
+    return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache, square_BL)
+
+
+def _mean_square(h_BLD):
+  h_BLD = h_BLD.astype(jnp.float32)
+  return jnp.mean(h_BLD * h_BLD, axis=-1)
 
 
 class Transformer(nn.Module):
-  """Logits, or the input of the head, of a token sequence."""
+  """Logits, the input of the head or the last stream of a token sequence."""
 
   config: ModelConfig
 
@@ -178,20 +185,24 @@ class Transformer(nn.Module):
     Args:
       tokens_BL: token ids, int32.
       gate: g of every tapered norm. A Python 1.0 or 0.0 builds one branch
-        only; an array builds both. Ignored by a model without tapers.
+        only; an array builds both: a float scalar, or bool (S,) that chooses
+        between norm and fixed map by site. Ignored by a model without tapers.
       c: calibrated factors by site, (S,); needed where gate is not 1.0. Of a
         FakeLN run (3 N + 1, 3), see `fakeln.FakeState`, and always needed.
-      mask_BL: weight of each token; when given, the norm phase collects the
-        calibration sums, a FakeLN run sums of s(h).
+      mask_BL: weight of each token; when given, tapered norms collect their
+        calibration sums unless the gate is 0.0, a FakeLN run sums of s(h).
       cache: keys and values of earlier tokens, from `init_cache`.
       position_BL: positions of the tokens; 0..L-1 when left out.
-      output: "logits" (float32), or "hidden" for the input of the head.
+      output: "logits" (float32), "hidden" for the input of the head, or
+        "stream" for the residual stream before the final norm.
 
     Returns:
-      logits_BLV or hidden_BLD, and a dict: `scale_BL`, s(h) of the stream
-      before the final norm, float32 (paper section 3.5: r for RMSNorm, sigma
-      for LayerNorm); `sums_S2`, sums by site; `cache`; `weight_BL2`, of a
+      logits_BLV, hidden_BLD or stream_BLD, and a dict: `scale_BL`, s(h) of the
+      stream before the final norm, float32 (paper section 3.5: r for RMSNorm,
+      sigma for LayerNorm); `sums_S2`, sums by site; `cache`; `weight_BL2`, of a
       FakeLN run with a mask: weights of regular tokens and of position 0.
+      With "stream" the dict holds `square_NBL` alone, float32 (N + 1, B, L):
+      |h|^2 / D of each token before the first block and behind each block.
     """
     cfg = self.config
     tapers = "taper" in (cfg.internal_norm, cfg.final_norm)
@@ -224,6 +235,9 @@ class Transformer(nn.Module):
       )(position_BL)
 
     c_N, c_final = c[:-1].reshape(cfg.num_layers, -1, *c.shape[1:]), c[-1]
+    gate_S = jnp.broadcast_to(gate, (2 * cfg.num_layers + 1,))
+    gate_N2, gate_final = gate_S[:-1].reshape(-1, 2), gate_S[-1]
+    first_BLD, watched = h_BLD, output == "stream"
     kind_BL = weight_BL2 = None
     if fake:
       kind_BL = norms.token_kinds(tokens_BL, position_BL, cfg.eot_id)
@@ -243,26 +257,31 @@ class Transformer(nn.Module):
         kind_of_block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(0, *[nn.broadcast] * 5),
+        in_axes=(0, nn.broadcast, 0, *[nn.broadcast] * 3),
         length=cfg.num_layers,
-      )(cfg, phase, name="blocks")
-      h_BLD, (sums_N22, _) = blocks(
-        h_BLD, c_N, None, gate, position_BL, mask_BL, kind_BL
+      )(cfg, phase, watched, name="blocks")
+      h_BLD, (sums_N22, _, square_NBL) = blocks(
+        h_BLD, c_N, None, gate_N2, position_BL, mask_BL, kind_BL
       )
       caches = None
     else:
-      sums, caches = [], []
+      sums, caches, squares = [], [], []
       for n in range(cfg.num_layers):
-        block = kind_of_block(cfg, phase, name=f"block_{n}")
+        block = kind_of_block(cfg, phase, watched, name=f"block_{n}")
         past = None if cache is None else cache[n]
-        h_BLD, (sums_22, past) = block(
-          h_BLD, c_N[n], past, gate, position_BL, mask_BL, kind_BL
+        h_BLD, (sums_22, past, square_BL) = block(
+          h_BLD, c_N[n], past, gate_N2[n], position_BL, mask_BL, kind_BL
         )
         sums.append(sums_22)
         caches.append(past)
+        squares.append(square_BL)
       sums_N22 = jnp.stack(sums)
+      square_NBL = jnp.stack(squares) if watched else None
       caches = None if cache is None else tuple(caches)
 
+    if watched:
+      first_1BL = _mean_square(first_BLD)[None]
+      return h_BLD, {"square_NBL": jnp.concatenate([first_1BL, square_NBL])}
     measure = norms.rms_scale if cfg.norm == "rms" else norms.layer_scale
     scale_BL = measure(h_BLD, cfg.norm_eps)[..., 0]
     if fake:
@@ -272,7 +291,7 @@ class Transformer(nn.Module):
     else:
       h_BLD, final_sums_2 = norms.Norm(
         cfg.norm, cfg.final_norm, cfg.norm_eps, phase, name="final_norm"
-      )(h_BLD, gate, c_final, mask_BL)
+      )(h_BLD, gate_final, c_final, mask_BL)
     sums_S2 = jnp.concatenate([sums_N22.reshape(-1, 2), final_sums_2[None, :]])
     aux = {"scale_BL": scale_BL, "sums_S2": sums_S2, "cache": caches}
     if fake:

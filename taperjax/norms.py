@@ -253,8 +253,9 @@ class Norm(nn.Module):
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the normalized stream and the site's two calibration sums.
 
-    The sums are collected in the norm phase of a tapered site when `mask_BL`
-    is given, and are zero elsewhere.
+    The gate is a float32 scalar, or a bool: the norm, or its fixed map. A
+    tapered site collects the sums when `mask_BL` is given, but not in the scale
+    phase; they are zero elsewhere.
     """
     sums_2 = jnp.zeros((2,), jnp.float32)
     if self.mode == "none":
@@ -269,17 +270,26 @@ class Norm(nn.Module):
     if self.mode == "taper":
       taper_scale_D = self.param("taper_scale", nn.initializers.ones, (width,))
       phase = self.phase
-      if phase == gate_lib.NORM and mask_BL is not None:
+      if phase != gate_lib.SCALE and mask_BL is not None:
         sums = calibration_sums(h_BLD, scale_D, mask_BL, self.kind, self.eps)
         sums_2 = jnp.stack(sums)
+
+    def plain():
+      if layer:
+        return layer_norm(h_BLD, scale_D, bias_D, self.eps)
+      return rms_norm(h_BLD, scale_D, self.eps)
+
+    def fixed():
+      if layer:
+        return fixed_layer(h_BLD, taper_scale_D, bias_D, c)
+      return fixed_rms(h_BLD, taper_scale_D, c)
+
     if phase == gate_lib.NORM:
-      if layer:
-        return layer_norm(h_BLD, scale_D, bias_D, self.eps), sums_2
-      return rms_norm(h_BLD, scale_D, self.eps), sums_2
+      return plain(), sums_2
     if phase == gate_lib.SCALE:
-      if layer:
-        return fixed_layer(h_BLD, taper_scale_D, bias_D, c), sums_2
-      return fixed_rms(h_BLD, taper_scale_D, c), sums_2
+      return fixed(), sums_2
+    if jnp.issubdtype(jnp.result_type(gate), jnp.bool_):
+      return jnp.where(gate, plain(), fixed()), sums_2
     if layer:
       out_BLD = taper_layer(
         h_BLD, scale_D, taper_scale_D, bias_D, c, gate, self.eps

@@ -85,7 +85,9 @@ class Model:
 
 
 def load(
-  path: str | os.PathLike[str], step: int | str | None = None
+  path: str | os.PathLike[str],
+  step: int | str | None = None,
+  seed: int | None = None,
 ) -> Model:
   """Opens a workdir, a folder of checkpoints, or one step in it.
 
@@ -95,9 +97,10 @@ def load(
     step: the latest unless told; "best" is that of the lowest validation loss
       (of a tapered run only steps at gate 0 compete). A FakeLN run whose cuts
       are all made is opened as a tapered model at gate 0.
+    seed: which one of a run with several seeds.
 
   Raises:
-    UserError: no checkpoint there, or a damaged one.
+    UserError: no checkpoint or seed there, or a damaged one.
   """
   best = step == "best"
   folder, step = _find(pathlib.Path(path), None if best else step)
@@ -110,6 +113,7 @@ def load(
       )
   folder = folder.resolve()  # its parents hold what belongs to it
   step, tree, meta = checkpoint.load_arrays(folder, step)
+  tree, meta = _of_seed(tree, meta, seed, path)
   params = tree["params"]
   if lora.BRANCH in params:
     config = config_lib.config_from_dict(meta["config"])
@@ -128,6 +132,58 @@ def load(
     meta=meta,
     folder=folder,
   )
+
+
+def seeds(
+  path: str | os.PathLike[str], step: int | str | None = None
+) -> dict[int, int] | None:
+  """Seeds of a run that has several, with the step where one diverged or 0."""
+  folder, step = _find(pathlib.Path(path), None if step == "best" else step)
+  checkpoints = checkpoint.Checkpoints(folder, read_only=True)
+  step = checkpoints.latest_step() if step is None else step
+  meta = checkpoints.meta(step)
+  if "diverged" not in meta:
+    return None
+  return dict(zip(meta["seed"], meta["diverged"], strict=True))
+
+
+def seed_meta(meta: dict[str, Any], i: int) -> dict[str, Any]:
+  """What is saved beside several seeds, as for the i-th of them alone."""
+  one = {name: value for name, value in meta.items() if name != "diverged"}
+  for name in ("seed", "scale_target"):
+    if isinstance(meta[name], list):
+      one[name] = meta[name][i]
+  return one
+
+
+def _of_seed(
+  tree: dict[str, Any], meta: dict[str, Any], seed: int | None, path: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The arrays and the meta of one seed.
+
+  Raises:
+    UserError: no such seed, one that diverged, or none is named of several.
+  """
+  if "diverged" not in meta:
+    if seed is not None and ("source" in meta or seed != meta["seed"]):
+      there = "no seed" if "source" in meta else f"seed {meta['seed']} alone"
+      raise UserError(f"seed={seed}: {path} holds {there}; leave it out")
+    return tree, meta
+  there = ", ".join(map(str, meta["seed"]))
+  if seed is None:
+    raise UserError(
+      f"{path} holds the seeds {there}; name one with --seed (of generate: "
+      "--model-seed)"
+    )
+  if seed not in meta["seed"]:
+    raise UserError(f"seed={seed} is not in {path}; use one of {there}")
+  i = meta["seed"].index(seed)
+  if meta["diverged"][i]:
+    raise UserError(
+      f"seed={seed} in {path} diverged at step {meta['diverged'][i]}; use "
+      f"another of {there}"
+    )
+  return jax.tree.map(lambda leaf_S: leaf_S[i], tree), seed_meta(meta, i)
 
 
 def read_config(fields: Mapping[str, Any]) -> config_lib.Config:
@@ -196,8 +252,8 @@ def check_outside_runs(out: pathlib.Path, own: str = "") -> None:
   """
   for inner, outer in zip((out, *out.parents), out.parents, strict=False):
     taken = _is_workdir(outer) and inner.name in workdir_lib.RESULTS
-    if inner == out and inner.name == own:
-      taken = False
+    if inner in (out, out.parent) and inner.name == own:
+      taken = False  # of several seeds each has a folder in it
     if inner.name.isdecimal():  # a step, where checkpoints lie alone too
       steps = outer.glob("[0-9]*/_CHECKPOINT_METADATA")
       taken = taken or any(True for _ in steps)
@@ -385,9 +441,13 @@ def write_imported(
   try:
     part.mkdir()
     folder = part / "checkpoints"
-    with contextlib.closing(checkpoint.Checkpoints(folder, log=say)) as saved:
-      saved.save(0, tree, meta)
+    with (
+      files.noted_signals() as raise_noted,
+      contextlib.closing(checkpoint.Checkpoints(folder, log=say)) as saved,
+    ):
+      saved.save(0, tree, meta, copy=False)
       saved.wait()
+      raise_noted()
     if tokenizer is not None:
       tokenizer.save(part / "tokenizer")
     write_json(part / "import.json", report)

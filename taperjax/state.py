@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,18 @@ class TrainState:
   key: jax.Array
 
 
+@flax.struct.dataclass
+class SeedStates(TrainState):
+  """The states of several seeds: every leaf has a leading axis S.
+
+  Attributes:
+    diverged: step whose loss or gradient was not finite, int32 (S,); the seed
+      is frozen as it was before that step. 0 where it goes on.
+  """
+
+  diverged: jax.Array
+
+
 def make_tx(config: Config) -> optax.GradientTransformation:
   """The optimizer of a run."""
   return optimizer.make_optimizer(config.optimizer, make_schedule(config))
@@ -50,7 +64,7 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 
 def create(
-  config: Config, seed: int, initial: dict | None = None
+  config: Config, seed: int | jax.Array, initial: dict | None = None
 ) -> TrainState:
   """A fresh state; jit it (`jax.jit(create, static_argnums=(0, 1))`).
 
@@ -79,6 +93,20 @@ def create(
   )
 
 
+def create_seeds(config: Config, initial: dict | None = None) -> SeedStates:
+  """`create` for every seed of the config; jit it with the config static."""
+  seeds_S = jnp.asarray(config.seeds, jnp.int32)
+  states = jax.vmap(lambda seed: create(config, seed, initial))(seeds_S)
+  fields = {f.name: getattr(states, f.name) for f in dataclasses.fields(states)}
+  return SeedStates(**fields, diverged=jnp.zeros_like(states.step))
+
+
+@jax.jit
+def take_seed(states: SeedStates, index: int) -> SeedStates:
+  """The state of one seed, by its place among the seeds."""
+  return jax.tree.map(lambda leaf_S: leaf_S[index], states)
+
+
 def statistics(config: Config) -> calibration.TaperState | fakeln.FakeState:
   """What a fresh run knows of its norms: nothing yet."""
   if config.cuts:
@@ -87,5 +115,7 @@ def statistics(config: Config) -> calibration.TaperState | fakeln.FakeState:
 
 
 def abstract(config: Config) -> TrainState:
-  """Shapes and dtypes of the state, without any array."""
+  """Shapes and dtypes of the state of a run, without any array."""
+  if len(config.seeds) > 1:
+    return jax.eval_shape(lambda: create_seeds(config))
   return jax.eval_shape(lambda: create(config, 0))

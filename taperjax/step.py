@@ -71,6 +71,8 @@ def make_train_step(
     context_len + 1 ids, mask weighs the L predictions (0 for padding), metrics
     are float32 scalars on the device. Jitted, the state is donated. With
     `micro_batches` the batch is walked in parts whose sums, not means, add up.
+    With several seeds the state is `state.SeedStates`, tokens are
+    (S, B, L + 1) and metrics (S,), `diverged` among them.
   """
   tx = state_lib.make_tx(config)
   schedule = state_lib.make_schedule(config)
@@ -90,6 +92,9 @@ def make_train_step(
     else:
       gate = 1.0 if phase == gate_lib.NORM else 0.0
     tokens = jnp.maximum(jnp.sum(mask_BL.astype(jnp.float32)), 1.0)
+    factor = weight
+    if config.taper.scale_loss_schedule == "taper":
+      factor = weight * (1.0 - gate)
     taper = state.taper
     if cuts:
       taper = taper.replace(c=fakeln.factors(taper.std, k, cuts))
@@ -98,6 +103,8 @@ def make_train_step(
 
     def loss_fn(trained, tokens_BL1, mask_BL):
       params = lora.merge(lora.join(trained, frozen), config.lora)
+      if not config.taper.train_gain:
+        params = calibration.freeze_gains(params)
       nll, logit_norm, aux = _sums(
         params, config.model, gate, taper.c, tokens_BL1, mask_BL, collect
       )
@@ -108,7 +115,7 @@ def make_train_step(
       error = losses.scale_loss(aux["scale_BL"], target, mask_BL)
       means = {
         "loss": nll,
-        "scale_loss": weight * error,
+        "scale_loss": factor * error,
         "mean_scale": jnp.sum(mask_BL * aux["scale_BL"]),
         "logit_norm": logit_norm,
         "sums_S2": aux["sums_S2"],
@@ -184,7 +191,36 @@ def make_train_step(
     )
     return new, metrics
 
+  if len(config.seeds) > 1:
+    step = jax.vmap(_unless_diverged(train_step), in_axes=(0, 0, None))
+    return jax.jit(step, donate_argnums=0)
   return jax.jit(train_step, donate_argnums=0)
+
+
+def _unless_diverged(train_step):
+  """A step that freezes its seed where a metric is not finite.
+
+  The norm of the gradients is one of the metrics, so that no update with a NaN
+  gets through. The step counter and the gate go on, equal for all seeds.
+  """
+
+  def step(state, tokens_BL1, mask_BL):
+    new, metrics = train_step(state, tokens_BL1, mask_BL)
+    finite = jnp.all(jnp.isfinite(jnp.stack(list(metrics.values()))))
+    diverged = jnp.where(
+      (state.diverged == 0) & ~finite, new.step, state.diverged
+    )
+    kept = jax.tree.map(
+      lambda now, before: jnp.where(diverged == 0, now, before),
+      (new.params, new.opt_state, new.taper),
+      (state.params, state.opt_state, state.taper),
+    )
+    new = new.replace(
+      params=kept[0], opt_state=kept[1], taper=kept[2], diverged=diverged
+    )
+    return new, metrics | {"diverged": diverged}
+
+  return step
 
 
 def grad_norms(grads: dict) -> dict[str, jax.Array]:
@@ -251,8 +287,12 @@ def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
   """
 
   def calibrate(state: TrainState) -> TrainState:
-    taper = calibration.solve(state.taper, config.taper.ema_rate)
+    taper = calibration.solve(
+      state.taper, config.taper.ema_rate, unit=not config.taper.calibrate
+    )
     params = calibration.copy_gains(state.params)
     return state.replace(taper=taper, params=params)
 
+  if len(config.seeds) > 1:
+    return jax.jit(jax.vmap(calibrate), donate_argnums=0)
   return jax.jit(calibrate, donate_argnums=0)

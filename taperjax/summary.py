@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -56,6 +57,35 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     ) from error
 
 
+def by_seed(rows: list[Any]) -> Any:
+  """Values of several seeds as lists in their order, None of an ended one.
+
+  Names of sites, and what no seed has, stay single.
+  """
+  first = next((row for row in rows if row is not None), None)
+  if isinstance(first, dict):
+    names = {name: None for row in rows for name in row or ()}
+    return {
+      name: first[name] if name == "site" else (
+        by_seed([row and row.get(name) for row in rows])
+      )
+      for name in names
+    }
+  sites = isinstance(first, list) and first and isinstance(first[0], dict)
+  if sites and "site" in first[0]:
+    places = range(len(first))
+    return [by_seed([row and row[j] for row in rows]) for j in places]
+  return None if first is None else rows
+
+
+def mean_text(losses: list[float]) -> str:
+  """The loss of one seed, or mean and standard deviation of several."""
+  if len(losses) == 1:
+    return f"{losses[0]:.4f}"
+  spread = statistics.stdev(losses)
+  return f"{statistics.fmean(losses):.4f} ± {spread:.4f} ({len(losses)} seeds)"
+
+
 def versions() -> dict[str, str]:
   """Versions of Python and of the packages that compute."""
   names = ("taperjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
@@ -96,18 +126,30 @@ def wrap_sample(label: str, text: str) -> str:
 
 
 def print_table(summary: dict[str, Any]) -> None:
-  """The summary as a table on standard output."""
+  """The summary as a table on standard output; means over several seeds."""
   from rich.console import Console
   from rich.table import Table
 
   def number(value, form=".4f"):
-    return "-" if value is None else format(value, form)
+    if not isinstance(value, list):
+      return "-" if value is None else format(value, form)
+    live = [item for item in value if item is not None]
+    text = format(statistics.fmean(live), form)
+    if len(live) > 1:
+      text += f" ± {format(statistics.stdev(live), form)}"
+    return text
 
   s, speed = summary, summary["decode"]
   names = ("python", "jax", "flax")
   packages = ", ".join(f"{n} {s['versions'].get(n)}" for n in names)
+  seeds = s["seed"] if isinstance(s["seed"], list) else [s["seed"]]
+  ended = s.get("diverged", [None] * len(seeds))
+  shown = ", ".join(
+    f"{seed}" if step is None else f"{seed} (diverged at step {step})"
+    for seed, step in zip(seeds, ended, strict=True)
+  )
   table = Table(
-    title=f"{s['size']} {s['variant']}, norm {s['norm']}, seed {s['seed']}, "
+    title=f"{s['size']} {s['variant']}, norm {s['norm']}, seed {shown}, "
     f"{s['steps']:,} steps",
     caption=f"commit {s['commit']}, {s['device']}, {packages}",
   )
@@ -119,8 +161,10 @@ def print_table(summary: dict[str, Any]) -> None:
   def row(name, *values):
     table.add_row(name, *values[: len(columns) - 1])
 
+  first = ended.index(None)  # a seed that went all the way
+  of_first = lambda value: value[first] if isinstance(value, list) else value
   row(
-    f"validation loss, {s['valid_tokens']:,} tokens (nats per token)",
+    f"validation loss, {of_first(s['valid_tokens']):,} tokens (nats per token)",
     number(s["valid_loss"]),
     number(s["valid_loss_folded"]),
   )
@@ -133,16 +177,24 @@ def print_table(summary: dict[str, Any]) -> None:
   )
   row("mean logit norm", number(s["logit_norm"], ".1f"))
   if folded:
-    fold = s["fold"]
+    worst = {name: _worst(name, value) for name, value in s["fold"].items()}
     row(
       "largest logit difference in float32 "
-      f"(logits up to {number(fold['logit_scale_f32'], '.1f')})",
+      f"(logits up to {number(worst['logit_scale_f32'], '.1f')})",
       "",
-      number(fold["max_abs_delta_logit_f32"], ".2g"),
+      number(worst["max_abs_delta_logit_f32"], ".2g"),
     )
-    row("same most likely token", "", number(fold["top1_f32"], ".2%"))
+    row("same most likely token", "", number(worst["top1_f32"], ".2%"))
   row("wall time (s)", number(s["wall_s"], ".0f"))
   console = Console(stderr=False)
   console.print(table)
   label = "sample of the folded model: " if folded else "sample: "
-  print(wrap_sample(label, s["sample"]))
+  print(wrap_sample(label, of_first(s["sample"])))
+
+
+def _worst(name: str, value: Any) -> float | None:
+  """Of several seeds the largest error, and the smallest agreement."""
+  if not isinstance(value, list):
+    return value
+  live = [item for item in value if item is not None]
+  return (min if name.startswith("top1") else max)(live, default=None)

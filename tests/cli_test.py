@@ -52,41 +52,6 @@ def texts(tmp_path_factory):
   return [folder / f"a.{kind}" for kind in ("txt", "jsonl", "parquet")]
 
 
-@pytest.fixture
-def run(capsys):
-  """run(argument, ...) -> standard output; with --json the object in it."""
-
-  def call(*arguments):
-    arguments = list(map(str, arguments))
-    capsys.readouterr()
-    cli.main(arguments)
-    out = capsys.readouterr().out
-    if "--json" not in arguments:
-      return out
-    [line] = out.splitlines()  # exactly one object, and nothing else
-    return json.loads(line)
-
-  return call
-
-
-@pytest.fixture
-def fails(capsys):
-  """fails(argument, ...) -> the one line of a command that exits with 2."""
-
-  def call(*arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-      cli.main(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2
-    assert out == ""
-    *before, line = err.splitlines()
-    assert before == []
-    return line
-
-  return call
-
-
 def test_eval_scores_the_validation_text_of_the_run(run, tapered):
   """The same seven windows unless told, so that the two losses agree."""
   found = run("eval", tapered, "--json")

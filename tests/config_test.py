@@ -41,8 +41,8 @@ MESSAGES = [
   ),
   (
     {"taper__xyz": 5},
-    "taper.xyz is not a config field; the fields are ema_rate, end, "
-    "scale_loss_weight, start",
+    "taper.xyz is not a config field; the fields are calibrate, ema_rate, end, "
+    "scale_loss_schedule, scale_loss_weight, shape, start, train_gain",
   ),
   (
     # The nearest name that may be given, not model.norm, which may not.
@@ -379,11 +379,6 @@ MESSAGES = [
   (
     {"seeds": (1, 1)},
     "seeds=(1, 1) repeats a seed; name each one once",
-  ),
-  (
-    {"seeds": (0, 1)},
-    "seeds=(0, 1) names 2 seeds; this version trains one at a time: start a "
-    "run for each",
   ),
   (
     {"seeds": (-1,)},

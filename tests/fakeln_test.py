@@ -566,10 +566,10 @@ def test_a_run_saved_before_there_was_fakeln_goes_on():
   before = json.loads(json.dumps(config_lib.to_dict(config)))
   del before["fakeln"]
   del before["model"]["eot_id"]
-  loop._check_same_config(config, before)
+  loop.check_same_config(config, before)
   other = dataclasses.replace(default, start=21)
   with pytest.raises(UserError, match=r"fakeln\.start: saved 20, now 21"):
-    loop._check_same_config(dataclasses.replace(config, fakeln=other), before)
+    loop.check_same_config(dataclasses.replace(config, fakeln=other), before)
 
 
 @pytest.fixture(scope="module")

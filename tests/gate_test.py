@@ -138,3 +138,16 @@ def test_learning_rate_is_half_a_cosine_after_warm_up():
   got = [float(rate(jnp.int32(k))) for k in steps]
   # Relative to the peak: near the end the cosine cancels against 1.
   np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7 * 3e-4)
+
+
+@pytest.mark.parametrize(
+  "shape, expected",
+  [
+    ("linear", [1, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ("step", [1, 1, 1, 1, 1, 0, 0]),
+  ],
+)
+def test_other_shapes_have_the_same_ends(shape, expected):
+  """Ablations: a straight line, and a hard cut at k_e."""
+  values = gates(jnp.arange(3, 10), TaperSteps(4, 8, shape))
+  assert values.tolist() == expected

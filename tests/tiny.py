@@ -98,6 +98,10 @@ def fields(**changes) -> dict:
       "end": 0.8,
       "ema_rate": 0.1,
       "scale_loss_weight": 0.1,
+      "shape": "cosine",
+      "calibrate": True,
+      "train_gain": True,
+      "scale_loss_schedule": "constant",
     },
     "optimizer": {
       "learning_rate": 1e-2,
