@@ -9,6 +9,7 @@ The interface lies in `taperjax.api` and is imported when first used:
     folded = taperjax.fold(model)
     texts = taperjax.generate(folded, ["Once upon a time"])
     losses = taperjax.evaluate(folded, tokens)
+    found = taperjax.probe(model, tokens)       # which norms are free to remove
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
   "generate",
   "init",
   "load",
+  "probe",
 ]
 
 

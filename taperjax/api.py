@@ -21,6 +21,7 @@ from taperjax import (
   fakeln,
   folding,
   model as model_lib,
+  probing,
   step as step_lib,
   tails,
 )
@@ -42,6 +43,7 @@ __all__ = [
   "generate",
   "init",
   "load",
+  "probe",
 ]
 
 
@@ -412,6 +414,55 @@ def evaluate_tails(
     tokenizer=model.tokenizer,
     id_bytes=None if model.tokenizer is None else _id_bytes(model),
     reference=other,
+  )
+
+
+def probe(
+  model: Model,
+  tokens: np.ndarray,
+  *,
+  calibration_tokens: np.ndarray | None = None,
+  batch_size: int = 16,
+  max_windows: int | None = None,
+  context_len: int | None = None,
+  show: bool = False,
+) -> dict[str, Any]:
+  """Which norms are free to remove; see `probing.probe` for what comes back.
+
+  Args:
+    model: with norms: untapered, or before its taper, or with some kept.
+    tokens: one stream of ids. The first half of its windows calibrates and the
+      second is scored.
+    calibration_tokens: a stream to calibrate on; all of `tokens` is scored.
+    batch_size: windows.
+    max_windows: of each stream, the first ones.
+    context_len: of the windows; the model's unless told.
+    show: progress on standard error.
+
+  Raises:
+    UserError: no norm is left, or the stream has fewer than two windows.
+  """
+  probing.open_sites(model.config, model.gate)  # before a long text is cut
+  length = model.config.context_len if context_len is None else context_len
+  if calibration_tokens is None:
+    calibration_tokens, tokens = probing.halves(tokens, length, max_windows)
+
+  def cut(tokens):
+    return list(_checked(model, windows.eval_batches(
+      tokens,
+      batch_size=batch_size,
+      context_len=length,
+      max_windows=max_windows,
+    )))
+
+  return probing.probe(
+    model.params,
+    model.config,
+    model.c,
+    model.gate,
+    cut(calibration_tokens),
+    cut(tokens),
+    show=show,
   )
 
 

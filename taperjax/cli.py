@@ -1,4 +1,4 @@
-"""The command line: `taperjax eval | fold | generate | info | import | export`.
+"""The command line: `taperjax eval | probe | fold | generate | info | ...`.
 
 Every command takes --json and then prints one JSON object on standard output;
 all else goes to standard error. A mistake of the user is one line and exit
@@ -8,11 +8,13 @@ code 2.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import functools
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -182,7 +184,11 @@ def main(argv: list[str] | None = None) -> None:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   with contextlib.suppress(AttributeError):  # a stream of a test
     sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
-  args = _parser().parse_args(argv)
+  parser = _parser()
+  args, rest = parser.parse_known_args(argv)
+  args.fields = [arg for arg in rest if arg.startswith("--config.")]
+  if rest and (args.command != "reproduce" or rest != args.fields):
+    parser.error(f"unrecognized arguments: {' '.join(rest)}")
   program = f"taperjax {args.command}"
   with unwind_sigterm(), report_errors(program, args.debug):
     result = args.run(args)
@@ -220,19 +226,26 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
-  def step(sub):
+  def step(sub, seed="--seed"):
     sub.add_argument(
       "--step",
       type=_step,
       metavar="STEP",
       help="checkpoint, a number or best; default the latest",
     )
+    sub.add_argument(
+      seed,
+      dest="model_seed",
+      type=int,
+      metavar="SEED",
+      help="which one of a run with several seeds",
+    )
 
-  def command(name, run, text, model_help):
+  def command(name, run, text, model_help, **options):
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(run=run)
     sub.add_argument("model", help=model_help)
-    step(sub)
+    step(sub, **options)
     sub.add_argument("--json", action="store_true", help="print a JSON object")
     sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return sub
@@ -269,6 +282,29 @@ def _parser() -> argparse.ArgumentParser:
     help="score only the first ones; default all of FILE, or those of the run",
   )
 
+  text = "Which norms are free to remove: the loss without each, and in order."
+  sub = command("probe", _probe, text, where)
+  sub.add_argument(
+    "--data",
+    nargs="+",
+    metavar="FILE",
+    help="the first half of its windows calibrates, the second is scored; "
+    "default the run's validation text",
+  )
+  sub.add_argument(
+    "--calibrate",
+    nargs="+",
+    metavar="FILE",
+    help="text to calibrate on; all of --data is scored then",
+  )
+  sub.add_argument(
+    "--out", help="folder for probe.json, and the plot as PNG and SVG"
+  )
+  sub.add_argument("--batch-size", type=int, default=16, help="windows")
+  sub.add_argument(
+    "--max-windows", type=int, help="use only the first ones of a text"
+  )
+
   sub = command("fold", _fold, "Fold the tapers into the weights.", where)
   sub.add_argument("--out", help="folder to write; default folded/ in the run")
   sub.add_argument(
@@ -277,7 +313,9 @@ def _parser() -> argparse.ArgumentParser:
     help="text to compare on; default the run's validation text",
   )
 
-  sub = command("generate", _generate, "Continue texts.", where)
+  sub = command(
+    "generate", _generate, "Continue texts.", where, seed="--model-seed"
+  )
   gate(sub)
   sub.add_argument(
     "--prompt",
@@ -303,6 +341,30 @@ def _parser() -> argparse.ArgumentParser:
     "Shape of a model or of a config file.",
     where + ", or a config FILE.py[:ARGUMENT]",
   )
+
+  text = "Run a config with several variants and seeds, and report on them."
+  sub = commands.add_parser(
+    "reproduce",
+    help=text,
+    description=f"{text} Stopped or killed, the same command goes on.",
+    epilog="Fields are set as for train.py: --config.steps=1000.",
+  )
+  sub.set_defaults(run=_reproduce)
+  sub.add_argument("config", help="config FILE.py[:ARGUMENT]")
+  sub.add_argument(
+    "--variants",
+    default="baseline,internal,internal_aux,final,all,all_aux",
+    help="default the six of the paper",
+  )
+  sub.add_argument("--seeds", default="0-5", help="as 0-5 or 0,2,7")
+  sub.add_argument("--workdir", required=True, help="folder of the grid")
+  sub.add_argument(
+    "--together",
+    action=argparse.BooleanOptionalAction,
+    help="all seeds of a variant in one program; default but on a CPU",
+  )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
   text = "Write a model for another program, and read it back there."
   sub = commands.add_parser("export", help=text, description=text)
@@ -362,6 +424,19 @@ def _parser() -> argparse.ArgumentParser:
   )
   sub.add_argument("--json", action="store_true", help="print a JSON object")
   sub.add_argument("--debug", action="store_true", help="show tracebacks")
+
+  text = "A page, figures and tables of runs, finished or not."
+  sub = commands.add_parser("report", help=text, description=text)
+  sub.set_defaults(run=_report)
+  sub.add_argument("runs", nargs="+", metavar="RUN", help="workdir of train.py")
+  sub.add_argument(
+    "--out",
+    required=True,
+    metavar="FOLDER",
+    help="a new folder, or an earlier report, which is replaced",
+  )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
   return parser
 
 
@@ -375,11 +450,41 @@ def _at_least_one(args: argparse.Namespace, *names: str) -> None:
 
 
 def _eval(args: argparse.Namespace) -> dict[str, Any]:
-  from taperjax import api
+  from taperjax import api, saved
+  from taperjax.summary import by_seed, mean_text
 
   _at_least_one(args, "batch_size", "max_windows")
-  model = api.load(args.model, args.step)
   reference = None if args.reference is None else api.load(args.reference)
+  seeds = None
+  if args.model_seed is None:
+    seeds = saved.seeds(args.model, args.step)
+  if seeds is None:
+    model = api.load(args.model, args.step, args.model_seed)
+    return _eval_model(args, model, reference)
+  rows = []
+  for seed, diverged in seeds.items():
+    row = None
+    if not diverged:
+      model = api.load(args.model, args.step, seed)
+      row = _eval_model(args, model, reference, f"seed {seed}, ")
+    rows.append(row)
+  live = [row for row in rows if row is not None]
+  results = []
+  for j, first in enumerate(live[0]["results"]):
+    found = by_seed([row and row["results"][j] for row in rows])
+    results.append(found | {"data": first["data"]})
+    if not args.json:
+      losses = [loss for loss in found["loss"] if loss is not None]
+      print(f"{first['data']}: {mean_text(losses)} nats per token")
+  return live[0] | {"seed": list(seeds), "results": results}
+
+
+def _eval_model(
+  args: argparse.Namespace, model, reference, label: str = ""
+) -> dict[str, Any]:
+  """Every text with one model; a label stands for the tables on the tails."""
+  from taperjax import api
+
   gate = api.check_gate(model, args.gate)
   shown = f", gate {gate:g}" if model.tapered else ""
   results = []
@@ -397,11 +502,12 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
       bits = "" if bits is None else f"  {bits:.4f} bits per byte"
       zero = f"  {found['loss_g0']:.4f} at gate 0" if "loss_g0" in found else ""
       print(
-        f"{name}: {found['loss']:.4f} nats per token{bits}{zero}  "
+        f"{label}{name}: {found['loss']:.4f} nats per token{bits}{zero}  "
         f"({found['tokens']:,} tokens{shown})"
       )
-      _print_tails(found, args.reference)
-  spike = _train_spike(model)
+      if not label:
+        _print_tails(found, args.reference)
+  spike = None if label else _train_spike(model)
   if not args.json and spike is not None:
     where = f", to {spike['loss']:.4f} at step {spike['step']:,}"
     print(
@@ -425,7 +531,13 @@ def _train_spike(model) -> dict[str, Any] | None:
   path = None if workdir is None else workdir / "metrics.jsonl"
   if path is None or not path.exists():
     return None
-  return tails.train_spike(metrics.read_metrics(path), model.step)
+  records = metrics.read_metrics(path)
+  if any(isinstance(r.get("loss"), list) for r in records):  # by seed
+    i = model.meta["config"]["seeds"].index(model.meta["seed"])
+    records = [
+      r | {"loss": r["loss"][i]} if r["kind"] == "train" else r for r in records
+    ]
+  return tails.train_spike(records, model.step)
 
 
 def _print_tails(found: dict[str, Any], reference: str | None) -> None:
@@ -538,13 +650,125 @@ def _need_tokenizer(model):
   return model.tokenizer
 
 
+def _probe(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import api, probing, saved
+  from taperjax.summary import write_json
+
+  _at_least_one(args, "batch_size", "max_windows")
+  model = api.load(args.model, args.step, args.model_seed)
+  probing.open_sites(model.config, model.gate)  # before texts are read
+  out = None if args.out is None else pathlib.Path(args.out).resolve()
+  if out is not None:
+    saved.check_outside_runs(out)
+    out.mkdir(parents=True, exist_ok=True)
+  shape = {"batch_size": args.batch_size, "max_windows": args.max_windows}
+  if args.data:
+    tokens = _streams_of(args.data, model)
+  else:
+    tokens = saved.valid_tokens(model)
+    config = model.meta["config"]  # its windows, so that losses agree
+    shape["context_len"] = config["context_len"]
+    if args.max_windows is None:
+      shape["max_windows"] = config["eval"]["max_windows"]
+  if args.calibrate:
+    shape["calibration_tokens"] = _streams_of(args.calibrate, model)
+  found = api.probe(model, tokens, show=True, **shape)
+  result = {
+    "model": args.model,
+    "step": model.step,
+    "data": args.data or ["validation"],
+    "calibration_data": args.calibrate,
+    **found,
+  }
+  if out is not None:
+    write_json(out / "probe.json", result)
+    probing.plot(found, f"{args.model}, step {model.step:,}", out)
+  if not args.json:
+    _print_probe(result)
+    if out is not None:
+      print(f"wrote {out}: probe.json, probe.png, probe.svg")
+  return result
+
+
+def _streams_of(paths: list[str], model) -> Any:
+  """Ids of several files as one stream."""
+  import numpy as np
+
+  tokenizer = _need_tokenizer(model)
+  return np.concatenate([_stream_of(path, tokenizer) for path in paths])
+
+
+def _print_probe(found: dict[str, Any]) -> None:
+  """The sites by increase, each alone and with all above it."""
+  from rich.console import Console
+  from rich.table import Table
+  from rich.text import Text
+
+  def number(value, form):
+    if not math.isfinite(value):
+      return "not finite"
+    return format(value, form if abs(value) < 1e4 else form[:-2] + "3g")
+
+  table = Table(
+    title=f"loss {number(found['loss'], '.4f')} with every norm in place",
+    caption="alone: this norm replaced by its fixed map; so far: with all "
+    "above it",
+  )
+  table.add_column("norm")
+  for name in ("c", "alone", "increase", "so far", "increase"):
+    table.add_column(name, justify="right")
+  rows = zip(found["sites"], found["cumulative"], strict=True)
+  for site, so_far in rows:
+    table.add_row(
+      Text(site["site"]),
+      number(site["c"], ".4g"),
+      *(
+        number(row[name], form)
+        for row in (site, so_far)
+        for name, form in (("loss", ".4f"), ("increase", "+.4f"))
+      ),
+    )
+  data = ", ".join(found["data"])
+  on = found["calibration_data"]
+  on = "its first half" if on is None else ", ".join(on)
+  console = Console()
+  with console.capture() as printed:  # print() knows a closed pipe
+    console.print(table)
+  print(
+    f"{data}: {found['tokens']:,} tokens scored; c from {on}, "
+    f"{found['calibration_tokens']:,} tokens"
+  )
+  print(printed.get(), end="")
+
+
 def _fold(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import api, saved
+  from taperjax.summary import by_seed
+
+  seeds = saved.seeds(args.model, args.step)
+  if seeds is None or args.model_seed is not None:
+    model = api.load(args.model, args.step, args.model_seed)
+    return _fold_model(args, model, "" if seeds is None else model.meta["seed"])
+  rows = []
+  for seed, diverged in seeds.items():
+    row = None
+    if not diverged:
+      row = _fold_model(args, api.load(args.model, args.step, seed), seed)
+    rows.append(row)
+  return by_seed(rows) | {"seed": list(seeds)}
+
+
+def _fold_model(
+  args: argparse.Namespace, model, seed: int | str
+) -> dict[str, Any]:
+  """Folds one model; of several seeds each has a folder of its own."""
+  from taperjax import saved
   from taperjax.data import windows
 
-  model = api.load(args.model, args.step)
   out = args.out or (saved.workdir_of(model.folder) or model.folder) / "folded"
   out = pathlib.Path(out)
+  if seed != "":
+    out = out / f"seed_{seed}"
 
   def batches():  # those of the run, so that the report is the same
     config = model.meta["config"]
@@ -580,7 +804,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
 
   _at_least_one(args, "max_new")
   sampling = decode.Sampling(args.temperature, args.top_k, args.top_p)
-  model = api.load(args.model, args.step)
+  model = api.load(args.model, args.step, args.model_seed)
   tokenizer = _need_tokenizer(model)
   prompts = args.prompt or [""]
   for prompt in prompts:  # not all tokenizers tell what is no UTF-8
@@ -631,11 +855,12 @@ def _stream(model, prompt, ids, options) -> dict[str, Any]:
 def _info(args: argparse.Namespace) -> dict[str, Any]:
   file = args.model.partition(":")[0]
   if file.endswith(".py"):
-    if args.step is not None:
-      raise UserError(f"--step={args.step} has no effect with a config file")
+    for name, value in (("step", args.step), ("seed", args.model_seed)):
+      if value is not None:
+        raise UserError(f"--{name}={value} has no effect with a config file")
     result = _config_info(args.model)
   else:
-    result = _model_info(args.model, args.step)
+    result = _model_info(args.model, args.step, args.model_seed)
   if not args.json:
     for name, value in _lines(result):
       print(f"{name:32} {value}")
@@ -674,10 +899,12 @@ def _config_info(argument: str) -> dict[str, Any]:
   }
 
 
-def _model_info(path: str, step: int | None) -> dict[str, Any]:
+def _model_info(
+  path: str, step: int | None, seed: int | None
+) -> dict[str, Any]:
   from taperjax import api, config as config_lib, saved
 
-  model = api.load(path, step)
+  model = api.load(path, step, seed)
   origin = {}
   if "source" in model.meta:
     origin["source"] = model.meta["source"]
@@ -697,8 +924,80 @@ def _model_info(path: str, step: int | None) -> dict[str, Any]:
   }
 
 
+def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
+  from absl import logging
+
+  logging.set_verbosity(logging.ERROR)  # orbax tells every rename
+  config = load_config(args.config)
+  _set_fields(config, args.config, args.fields)
+  seeds = _seeds(args.seeds)
+  variants = args.variants.split(",")
+  from taperjax import report, reproduce
+
+  folder = pathlib.Path(args.workdir)
+  together = args.together
+  if together is None:
+    import jax
+
+    together = len(seeds) > 1 and jax.default_backend() != "cpu"
+  cells = reproduce.plan(config, folder, variants, seeds, together)
+  with contextlib.ExitStack() as stack:
+    if args.json:  # the tables of the runs
+      stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    done, failed = reproduce.reproduce(cells, folder)
+    ran = [cell.workdir for cell in (*done, *failed)]
+    if ran:
+      report.write(ran, folder / "report")
+  names = [str(cell.workdir.relative_to(folder)) for cell in failed]
+  result = {
+    "workdir": str(folder), "cells": len(cells), "done": len(done),
+    "not_finite": names, "report": str(folder / "report"),
+  }
+  if not args.json and ran:
+    print(f"wrote {folder / 'report'}: report.html, results.json, results.csv")
+  if len(done) + len(failed) < len(cells):
+    print("stopped; the same command goes on", file=sys.stderr)
+  return result
+
+
+def _set_fields(config: Any, argument: str, flags: list[str]) -> None:
+  """Sets --config.FIELD=VALUE as train.py does."""
+  flags, empty = check_config_flags([f"--config={argument}", *flags])
+  values = dict.fromkeys(empty)
+  for flag in flags[1:]:
+    name, _, text = flag.removeprefix("--config.").partition("=")
+    kind = _field_type(config, name)
+    if kind is tuple:
+      try:
+        values[name] = tuple(ast.literal_eval(text))
+      except (ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"{name}={text!r} is no tuple; write (0,)") from error
+    elif kind is bool:
+      values[name] = text.lower() == "true"
+    else:
+      values[name] = kind(text)
+  for name, value in values.items():
+    group, _, last = name.rpartition(".")
+    node = operator.attrgetter(group)(config) if group else config
+    node[last] = value
+
+
+def _seeds(text: str) -> list[int]:
+  """The numbers of "0-2,7": 0, 1, 2 and 7."""
+  found = []
+  for part in text.split(","):
+    match = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part)
+    first, last = 1, 0
+    if match:
+      first, last = int(match[1]), int(match[2] or match[1])
+    if not first <= last < first + 1000:
+      raise UserError(f"--seeds={text} must name numbers, as 0-5 or 0,2,7")
+    found += range(first, last + 1)
+  return found
+
+
 def _export(args: argparse.Namespace) -> dict[str, Any]:
-  from taperjax import api, saved
+  from taperjax import saved
   from taperjax.interop import exporting
   from taperjax.summary import say, write_json
 
@@ -721,25 +1020,16 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
       f"the models {' '.join(args.model)} do not end in different names, which "
       "their folders get; export them one at a time"
     )
-  rows = []
-  for path, name in zip(args.model, names, strict=True):
-    model = api.load(path, args.step)
-    text = "the run's validation text"
-    if args.data:  # its name alone: the report goes out with the model
-      text = pathlib.Path(args.data).name
-    common = {"tokens_BL": _compared_tokens(args, model), "text": text}
-    common |= {"dtype": args.dtype, "log": say}
-    if args.matrix:
-      out = pathlib.Path(args.out or "export")
-      rows += exporting.matrix(name, model, out, **common)
-      continue
+  common = {"dtype": args.dtype, "log": say}
+  if not args.matrix:
+    reference = _reference(args, args.model[0])
     out = args.out
     if out is None:
       label = args.to + ("-remote-code" if args.remote_code else "")
-      run = saved.workdir_of(model.folder) or model.folder
-      out = run / "export" / label
+      folder = reference.model.folder
+      out = (saved.workdir_of(folder) or folder) / "export" / label
     report = exporting.export(
-      model,
+      reference,
       args.to,
       pathlib.Path(out),
       remote_code=args.remote_code,
@@ -749,12 +1039,17 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     if not args.json:
       _print_export(out, report)
     return {"out": str(out), **report}
-  lines = exporting.matrix_lines(rows)
-  with contextlib.suppress(OSError):  # is not there when all were refused
-    out.mkdir(parents=True, exist_ok=True)
-  write_json(out / "matrix.json", rows)
+  out = pathlib.Path(args.out or "export")
+  exporting.check_matrix(out)
+  rows = []
+  for path, name in zip(args.model, names, strict=True):
+    reference = _reference(args, path)
+    for row in exporting.matrix(name, reference, out, **common):
+      rows.append(row)
+      out.mkdir(parents=True, exist_ok=True)  # a refusal has made none
+      write_json(out / "matrix.json", rows)  # kept, wherever the rest stops
   if not args.json:
-    print("\n".join(lines))
+    print("\n".join(exporting.matrix_lines(rows)))
   if failed := [row for row in rows if "failed" in row]:
     raise UserError(
       f"{len(failed)} of {len(rows)} exports failed their checks; the reasons "
@@ -763,19 +1058,23 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
   return {"out": str(out), "rows": rows}
 
 
-def _compared_tokens(args: argparse.Namespace, model) -> Any:
-  """Rows of real text, 512 positions where there are so many."""
+def _reference(args: argparse.Namespace, path: str) -> Any:
+  """A model with rows of real text, 512 positions where there are so many."""
   import numpy as np
 
-  from taperjax import saved
+  from taperjax import api, saved
+  from taperjax.interop import exporting
 
-  if args.data:
+  model = api.load(path, args.step, args.model_seed)
+  if args.data:  # its name alone: the report goes out with the model
     ids = _stream_of(args.data, _need_tokenizer(model))
+    text = pathlib.Path(args.data).name
   else:
-    ids = saved.valid_tokens(model)
+    ids, text = saved.valid_tokens(model), "the run's validation text"
   length = min(128, model.config.context_len)
   rows = min(-(-512 // length), len(ids) // length)
-  return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
+  tokens_BL = np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
+  return exporting.Reference(model, tokens_BL, text)
 
 
 def _print_export(out: Any, report: dict[str, Any]) -> None:
@@ -805,18 +1104,21 @@ def _print_export(out: Any, report: dict[str, Any]) -> None:
 
 def _import(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import interop, saved, workdir as workdir_lib
+  from taperjax.data import files
 
   workdir_lib.check_unused(pathlib.Path(args.workdir))  # before a long read
   source = args.source
   if not os.path.exists(source) and re.fullmatch(interop.REPOSITORY, source):
     workdir = workdir_lib.open_workdir(args.workdir, "import")
     source = interop.fetch(source, workdir / "download")
-  model = interop.read(
-    source,
-    gain_offset=args.gain_offset,
-    context_len=args.context_len,
-    tokenizer=args.tokenizer,
-  )
+  with files.noted_signals() as raise_noted:
+    model = interop.read(
+      source,
+      gain_offset=args.gain_offset,
+      context_len=args.context_len,
+      tokenizer=args.tokenizer,
+    )
+    raise_noted()
   config, tokenizer, notes = model.config, model.tokenizer, []
   if tokenizer is None:
     notes.append(
@@ -859,3 +1161,13 @@ def _shapes(params) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params)
   }
   return {"params": total, "params_taper": taper, "shapes": shapes}
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import report
+  from taperjax.summary import say
+
+  found = report.write(args.runs, args.out, log=say)
+  if not args.json:
+    print(f"wrote {pathlib.Path(args.out) / 'report.html'}")
+  return {"out": args.out, **found}

@@ -22,11 +22,12 @@ ROWS = [
     "evaluation", "lora", "fakeln",
   },
   {"model", "workdir"},
-  {"state", "folding", "decode", "ranges"},
+  {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
-  {"saved"},
-  {"interop"},
+  {"saved", "probing"},
+  {"interop", "report"},
   {"loop", "api"},
+  {"reproduce"},
   {"cli"},
 ]
 
