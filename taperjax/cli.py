@@ -186,9 +186,11 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   parser = _parser()
   args, rest = parser.parse_known_args(argv)
-  args.fields = [arg for arg in rest if arg.startswith("--config.")]
-  if rest and (args.command != "reproduce" or rest != args.fields):
-    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+  args.fields = []
+  if args.command == "reproduce":
+    args.fields = [arg for arg in rest if arg.startswith("--config.")]
+  if unknown := [arg for arg in rest if arg not in args.fields]:
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   program = f"taperjax {args.command}"
   with unwind_sigterm(), report_errors(program, args.debug):
     result = args.run(args)

@@ -72,6 +72,7 @@ def train(
   overwrite: bool = False,
   stop_after: int | None = None,
   compilation_cache: str | os.PathLike[str] | None = None,
+  data_folder: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any] | None:
   """Trains, calibrates, tapers, evaluates and folds; resumes by itself.
 
@@ -81,6 +82,7 @@ def train(
     overwrite: removes an earlier run in the workdir first.
     stop_after: saves and stops after this step, to go on another time.
     compilation_cache: folder of compiled programs; None keeps it in workdir.
+    data_folder: of token files, where data.folder is None; None: in workdir.
 
   Returns:
     The summary, as in summary.json; None when stopped before the end.
@@ -100,7 +102,7 @@ def train(
   cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
   try:
     with workdir_lib.lock(workdir), workdir_lib.compilation_cache(cache):
-      return Run(config, workdir, overwrite).run(stop_after)
+      return Run(config, workdir, overwrite, data_folder).run(stop_after)
   except UserError:
     if new and not (workdir / "config.json").exists():
       shutil.rmtree(workdir, ignore_errors=True)  # no run ever began in it
@@ -114,8 +116,15 @@ class NotFinite(UserError):
 class Run:
   """One run in one workdir. Read `run` first."""
 
-  def __init__(self, config: Config, workdir: pathlib.Path, overwrite: bool):
+  def __init__(
+    self,
+    config: Config,
+    workdir: pathlib.Path,
+    overwrite: bool,
+    data_folder: str | os.PathLike[str] | None = None,
+  ):
     self.workdir = workdir
+    self.shared = pathlib.Path(data_folder or workdir)  # moved with the run
     self.began = time.monotonic()
     self.earlier_s = 0.0  # wall time of earlier sittings
     self.saved_step: int | None = None
@@ -143,7 +152,7 @@ class Run:
       valid=data.valid,
       tokenizer=tokenizer,
       vocab_size=data.vocab_size,
-      folder=data.folder or workdir / "data",
+      folder=data.folder or data_folder or workdir / "data",
       seed=0,  # the text is the same for every seed of the model
       corpus_stories=data.corpus_stories,
       log=say,
@@ -658,9 +667,10 @@ class Run:
     return meta | ({"diverged": self.diverged} if self.many else {})
 
   def _relative(self, path: pathlib.Path) -> str:
-    """A path that a moved workdir takes along, if it lies in there."""
+    """A path that a moved workdir, or a moved grid, takes along."""
     path, here = path.absolute(), self.workdir.absolute()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    inside = any(path.is_relative_to(p) for p in (here, self.shared.absolute()))
+    return os.path.relpath(path, here) if inside else str(path)
 
   def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
     """Folds, compares, measures decoding, writes and prints the summary."""

@@ -61,16 +61,12 @@ def plan(
     if len(set(values)) < len(values):
       shown = ",".join(map(str, values))
       raise UserError(f"--{name}={shown} repeats one; name each once")
-  plain = config_lib.plain(fields)
-  data = dict(plain["data"])
-  if data.get("folder") is None:
-    data["folder"] = str(folder / "data")
-  cells = []
+  plain, cells = config_lib.plain(fields), []
   for group in [tuple(seeds)] if together else [(seed,) for seed in seeds]:
     for variant in variants:
       name = "all" if together else f"seed_{group[0]}"
       config = saved.read_config(
-        {**plain, "variant": variant, "seeds": group, "data": data}
+        {**plain, "variant": variant, "seeds": group}
       )
       cells.append(Cell(folder / variant / name, config))
   return cells
@@ -107,7 +103,10 @@ def reproduce(
       began = time.monotonic()
       try:
         summary = loop.train(
-          cell.config, cell.workdir, compilation_cache=folder / "cache"
+          cell.config,
+          cell.workdir,
+          compilation_cache=folder / "cache",
+          data_folder=folder / "data",
         )
       except loop.NotFinite as error:
         say(f"{name}: {error}")
