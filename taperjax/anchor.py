@@ -104,8 +104,7 @@ def make_anchor(config: ModelConfig) -> Callable[..., dict[str, jax.Array]]:
     with a margin above 0; and residual_rms, (N + 1,), the root of the mean
     |h|^2 / D before the first block and behind each, the pre-logit stream last.
 
-    Jitted; a Python gate 1.0 or 0.0 compiles its branch alone, an array serves
-    every gate between. c_S as for `model.Transformer`.
+    Jitted, one program for every gate. c_S as for `model.Transformer`.
   """
 
   def anchor(
@@ -150,14 +149,7 @@ def make_anchor(config: ModelConfig) -> Callable[..., dict[str, jax.Array]]:
       "residual_rms": jnp.sqrt(jax.vmap(mean)(square_NT)),
     }
 
-  fixed = jax.jit(anchor, static_argnums=2)
-  traced = jax.jit(anchor)
-
-  def call(params, c_S, gate, *rest):
-    run = fixed if isinstance(gate, float) and gate in (0.0, 1.0) else traced
-    return run(params, c_S, gate, *rest)
-
-  return call
+  return jax.jit(anchor)
 
 
 def _final(config, params, c, gate, kernel_DV, bias_V):

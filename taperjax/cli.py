@@ -456,19 +456,18 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax.summary import by_seed, mean_text
 
   _at_least_one(args, "batch_size", "max_windows")
-  reference = None if args.reference is None else api.load(args.reference)
   seeds = None
   if args.model_seed is None:
     seeds = saved.seeds(args.model, args.step)
   if seeds is None:
     model = api.load(args.model, args.step, args.model_seed)
-    return _eval_model(args, model, reference)
+    return _eval_model(args, model, _other_model(args, args.model_seed))
   rows = []
   for seed, diverged in seeds.items():
     row = None
     if not diverged:
       model = api.load(args.model, args.step, seed)
-      row = _eval_model(args, model, reference, f"seed {seed}, ")
+      row = _eval_model(args, model, _other_model(args, seed), f"seed {seed}, ")
     rows.append(row)
   live = [row for row in rows if row is not None]
   results = []
@@ -479,6 +478,16 @@ def _eval(args: argparse.Namespace) -> dict[str, Any]:
       losses = [loss for loss in found["loss"] if loss is not None]
       print(f"{first['data']}: {mean_text(losses)} nats per token")
   return live[0] | {"seed": list(seeds), "results": results}
+
+
+def _other_model(args: argparse.Namespace, seed: int | None):
+  """The model to compare with; of several seeds the same one."""
+  from taperjax import api, saved
+
+  if args.reference is None:
+    return None
+  several = saved.seeds(args.reference) is not None
+  return api.load(args.reference, seed=seed if several else None)
 
 
 def _eval_model(
@@ -750,7 +759,7 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
   seeds = saved.seeds(args.model, args.step)
   if seeds is None or args.model_seed is not None:
     model = api.load(args.model, args.step, args.model_seed)
-    return _fold_model(args, model, "" if seeds is None else model.meta["seed"])
+    return _fold_model(args, model, None if seeds is None else args.model_seed)
   rows = []
   for seed, diverged in seeds.items():
     row = None
@@ -761,7 +770,7 @@ def _fold(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fold_model(
-  args: argparse.Namespace, model, seed: int | str
+  args: argparse.Namespace, model, seed: int | None
 ) -> dict[str, Any]:
   """Folds one model; of several seeds each has a folder of its own."""
   from taperjax import saved
@@ -769,7 +778,7 @@ def _fold_model(
 
   out = args.out or (saved.workdir_of(model.folder) or model.folder) / "folded"
   out = pathlib.Path(out)
-  if seed != "":
+  if seed is not None:
     out = out / f"seed_{seed}"
 
   def batches():  # those of the run, so that the report is the same
@@ -931,10 +940,15 @@ def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
 
   logging.set_verbosity(logging.ERROR)  # orbax tells every rename
   config = load_config(args.config)
+  for name in ("seeds", "variant"):
+    if any(re.match(rf"--config\.{name}\b", flag) for flag in args.fields):
+      option = name.rstrip("s") + "s"
+      raise UserError(f"--config.{name} has no effect here; use --{option}")
   _set_fields(config, args.config, args.fields)
   seeds = _seeds(args.seeds)
   variants = args.variants.split(",")
   from taperjax import report, reproduce
+  from taperjax.summary import say
 
   folder = pathlib.Path(args.workdir)
   together = args.together
@@ -949,11 +963,11 @@ def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
     done, failed = reproduce.reproduce(cells, folder)
     ran = [cell.workdir for cell in (*done, *failed)]
     if ran:
-      report.write(ran, folder / "report")
+      report.write(ran, folder / "report", log=say)
   names = [str(cell.workdir.relative_to(folder)) for cell in failed]
   result = {
     "workdir": str(folder), "cells": len(cells), "done": len(done),
-    "not_finite": names, "report": str(folder / "report"),
+    "not_finite": names, "report": str(folder / "report") if ran else None,
   }
   if not args.json and ran:
     print(f"wrote {folder / 'report'}: report.html, results.json, results.csv")
@@ -964,6 +978,9 @@ def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
 
 def _set_fields(config: Any, argument: str, flags: list[str]) -> None:
   """Sets --config.FIELD=VALUE as train.py does."""
+  for flag in flags:
+    if "=" not in flag:
+      raise UserError(f"{flag} has no value; write {flag}=VALUE")
   flags, empty = check_config_flags([f"--config={argument}", *flags])
   values = dict.fromkeys(empty)
   for flag in flags[1:]:
@@ -1028,6 +1045,8 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     out = args.out
     if out is None:
       label = args.to + ("-remote-code" if args.remote_code else "")
+      if len(reference.model.meta.get("config", {}).get("seeds", ())) > 1:
+        label += f"-seed_{reference.model.meta['seed']}"
       folder = reference.model.folder
       out = (saved.workdir_of(folder) or folder) / "export" / label
     report = exporting.export(

@@ -674,11 +674,14 @@ def _check(config: Config) -> None:
   _choice("taper.shape", taper.shape, ("cosine", "linear", "step"))
   schedules = ("constant", "taper")
   _choice("taper.scale_loss_schedule", taper.scale_loss_schedule, schedules)
-  if config.cuts and taper.scale_loss_schedule != "constant":
-    raise UserError(
-      f"taper.scale_loss_schedule={taper.scale_loss_schedule} with "
-      "variant=fakeln, which has no gate to follow; set it to 'constant'"
-    )
+  if config.cuts:
+    for name in ("shape", "calibrate", "train_gain", "scale_loss_schedule"):
+      default = TaperConfig.__dataclass_fields__[name].default
+      if (value := getattr(taper, name)) != default:
+        raise UserError(
+          f"taper.{name}={value} has no effect with variant=fakeln, which cuts "
+          f"its norms and has no gate; set it to {default!r}"
+        )
   _choice("model.mlp", model.mlp, ("swiglu", "gelu_tanh", "gelu"))
   _choice("model.positions", model.positions, ("rope", "learned"))
   for name in model.biases:

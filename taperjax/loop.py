@@ -6,7 +6,8 @@ What lies in a workdir:
     tokenizer/       what turns text to ids and back
     data/            token files, unless `data.folder` names another place
     checkpoints/     train states by step
-    folded/          the model without its norms, and fold.json about it
+    folded/          the model without its norms, and fold.json about it; of
+                     several seeds a folder seed_N each
     metrics.jsonl    one JSON record a line; tensorboard/ mirrors it
     summary.json     written last: the run is finished
     cache/           compiled programs
@@ -240,11 +241,11 @@ class Run:
       if evaluating or saving:
         self._log(*pending)  # never evaluate or save what is not finite
         pending = None
-      valid_loss = None
-      if evaluating:
-        valid_loss = self._evaluate(state)
-        if self.many:  # an evaluation may have ended a seed
-          state = state.replace(diverged=jnp.asarray(self.diverged, jnp.int32))
+      valid_loss = self._evaluate(state) if evaluating else None
+      if saving:
+        self._check_update(state)
+      if self.many and (evaluating or saving):  # these may have ended a seed
+        state = state.replace(diverged=jnp.asarray(self.diverged, jnp.int32))
       if saving:
         self._save(state, valid_loss)
       if evaluating or saving:
@@ -305,7 +306,9 @@ class Run:
     adapters = model.count_params(params.pop(lora.BRANCH, {}))[0]
     total, taper = model.count_params(params)
     if self.many:  # every leaf leads with the seeds
-      total, taper = total // len(self.seeds), taper // len(self.seeds)
+      total, taper, adapters = (
+        n // len(self.seeds) for n in (total, taper, adapters)
+      )
     shown = ", ".join(map(str, self.seeds))
     lines = [
       f"workdir {self.workdir}",
@@ -408,9 +411,16 @@ class Run:
     for i in np.flatnonzero(ended):
       names = [n for n, v in values.items() if not np.isfinite(v[i])]
       self._end_seed(int(i), int(ended[i]), next(iter(names), "loss"))
-    dead = np.array(self.diverged) > 0
     for name, value in values.items():
-      values[name] = np.where(dead, np.nan, value)
+      values[name] = self._live(value)
+
+  def _live(self, value: np.ndarray) -> np.ndarray:
+    """Several seeds with NaN for those that have ended; one as it is."""
+    if not self.many:
+      return value
+    ended_S = np.array(self.diverged) > 0
+    ended = ended_S.reshape(-1, *[1] * (value.ndim - 1))
+    return np.where(ended, np.nan, value)
 
   def _end_seed(self, i: int, k: int, bad: str) -> None:
     """Marks a seed that is not finite at step k; the others go on."""
@@ -418,6 +428,7 @@ class Run:
       return
     self.diverged[i] = k
     if all(self.diverged):
+      self.metrics.write(k, {"diverged": self.diverged}, "nonfinite")
       self._stop_not_finite(k, f"{bad} of the last seed")
     say(
       f"seed {self.seeds[i]}: {bad} at step {k} is not finite; this seed is "
@@ -461,7 +472,8 @@ class Run:
     """Taper start: freezes c and the scale target, copies gamma."""
     state = step_lib.make_calibrate(self.config)(state)
     k, sites = _step_of(state), self.config.model.tapered_sites
-    target, c = jax.device_get((state.taper.scale_target, state.taper.c))
+    taper = (state.taper.scale_target, state.taper.c)
+    target, c = (self._live(value) for value in jax.device_get(taper))
     names = calibration.site_names(self.config.model.num_layers)
     values = {"scale_target": target}
     values |= {f"c/{names[i]}": c[..., i] for i in sites}
@@ -470,8 +482,9 @@ class Run:
     )
     c = c[..., sites]
     say(
-      f"calibrated at step {k}: c from {c.min():.4g} to {c.max():.4g} over "
-      f"{len(sites)} norms, scale target {target.mean():.4g}",
+      f"calibrated at step {k}: c from {np.nanmin(c):.4g} to "
+      f"{np.nanmax(c):.4g} over {len(sites)} norms, scale target "
+      f"{np.nanmean(target):.4g}",
       self.progress,
     )
     return state
@@ -558,13 +571,15 @@ class Run:
   def _anchor(self, params, state: state_lib.TrainState) -> dict[str, float]:
     """What pulls at the pre-logit stream, on the first validation batch."""
     config, k = self.config, int(state.step)
-    pulls = config.uses_scale_loss and (config.cuts or self._calibrated(k))
+    weight = 0.0
+    if config.uses_scale_loss and (config.cuts or self._calibrated(k)):
+      weight = step_lib.scale_loss_weight(config.taper, float(state.gate))
     found = self.anchor(
       params,
       state.taper.c,
       jnp.float32(1.0 if config.cuts else state.gate),  # one program for all
       state.taper.scale_target,
-      config.taper.scale_loss_weight if pulls else 0.0,
+      weight,
       *next(iter(self._valid_batches())),
     )
     values = {name: v.tolist() for name, v in jax.device_get(found).items()}
@@ -633,11 +648,19 @@ class Run:
   def _wall(self) -> float:
     return self.earlier_s + time.monotonic() - self.began
 
+  def _check_update(self, state: state_lib.TrainState) -> None:
+    """The loss of a step was finite, but its update may not be."""
+    k, tree = _step_of(state), (state.params, state.opt_state, state.taper)
+    if not self.many:
+      if not _all_finite(tree):
+        self._check_finite(k, {"update": math.nan})
+      return
+    for i, finite in enumerate(jax.device_get(jax.vmap(_all_finite)(tree))):
+      if not finite:
+        self._end_seed(i, k, "update")
+
   def _save(self, state: state_lib.TrainState, valid_loss) -> None:
     k = _step_of(state)
-    # The loss of step k was finite, but its update may not be.
-    if not _all_finite((state.params, state.opt_state, state.taper)):
-      self._check_finite(k, {"update": math.nan})
     # Only checkpoints at the final gate compete for best.
     competes = not self.config.ends_without_norms or _gate_of(state) == 0.0
     self.checkpoints.save(
@@ -655,7 +678,9 @@ class Run:
       "model": config_lib.to_dict(self.config.model),
       "step": k,
       "gate": _gate_of(state),
-      "scale_target": _json(jax.device_get(state.taper.scale_target)),
+      "scale_target": _json(
+        self._live(jax.device_get(state.taper.scale_target))
+      ),
       "seed": list(self.seeds) if self.many else self.seeds[0],
       "data_hashes": self.data.hashes,
       "valid_tokens": self._relative(self.data.valid.path),
@@ -798,10 +823,10 @@ class Run:
 
 
 class _Rate:
-  """Training tokens per second, evaluation and saving left out."""
+  """Training tokens per second of all seeds, without evaluation and saving."""
 
   def __init__(self, config: Config):
-    self.tokens = config.batch_size * config.context_len
+    self.tokens = config.batch_size * config.context_len * len(config.seeds)
     self.last: float | None = None  # the newest answer of `take`
     self.skip()
 
@@ -848,6 +873,16 @@ def _all_finite(tree: Any) -> jax.Array:
 
 def check_same_config(config: Config, before: dict[str, Any]) -> None:
   """Raises with the list of differences from a saved configuration."""
+  if different := different_fields(config, before):
+    raise UserError(
+      f"the configuration differs from the saved run in {len(different)} "
+      f"field(s) ({'; '.join(different)}); restore them, choose another "
+      "--workdir, or start afresh with --overwrite"
+    )
+
+
+def different_fields(config: Config, before: dict[str, Any]) -> list[str]:
+  """"NAME: saved X, now Y" of every field that a saved run has otherwise."""
 
   def flat(fields, prefix=""):
     for name, value in fields.items():
@@ -860,14 +895,8 @@ def check_same_config(config: Config, before: dict[str, Any]) -> None:
   # A group of fields younger than the saved run has its defaults there.
   saved_config = config_lib.config_from_dict(before)
   before = dict(flat(config_lib.to_dict(saved_config)))
-  different = [
+  return [
     f"{name}: saved {before.get(name)!r}, now {now.get(name)!r}"
     for name in sorted(now.keys() | before.keys())
     if now.get(name) != before.get(name)
   ]
-  if different:
-    raise UserError(
-      f"the configuration differs from the saved run in {len(different)} "
-      f"field(s) ({'; '.join(different)}); restore them, choose another "
-      "--workdir, or start afresh with --overwrite"
-    )

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import calibration, evaluation, model, step
+from taperjax import calibration, drawing, evaluation, model, step
 from taperjax.config import ModelConfig
 from taperjax.data import files
 from taperjax.errors import UserError
@@ -240,7 +240,15 @@ def plot(found: dict[str, Any], title: str, folder: pathlib.Path) -> None:
     title: one line.
     folder: exists.
   """
-  import matplotlib
+  with drawing.drawing({"svg.hashsalt": "taperjax"}):
+    figure = _draw(found, title)
+    for kind, metadata in (("png", {}), ("svg", {"Date": None})):
+      with files.atomic_write(folder / f"probe.{kind}") as file:
+        figure.savefig(file, format=kind, dpi=150, metadata=metadata)
+
+
+def _draw(found: dict[str, Any], title: str) -> Any:
+  """The matplotlib figure of `plot`."""
   from matplotlib.figure import Figure
 
   sites = found["sites"]
@@ -299,10 +307,7 @@ def plot(found: dict[str, Any], title: str, folder: pathlib.Path) -> None:
     axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
     axes.axhline(0.0, color="#333", linewidth=0.8)
-  with matplotlib.rc_context({"svg.hashsalt": "taperjax"}):
-    for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-      with files.atomic_write(folder / f"probe.{kind}") as file:
-        figure.savefig(file, format=kind, dpi=150, metadata=metadata)
+  return figure
 
 
 def _position(site: str) -> tuple[float, bool]:

@@ -85,7 +85,7 @@ def reproduce(
     UserError: the folder holds another grid, or a run cannot go on.
   """
   folder = workdir_lib.open_workdir(folder, "grid")
-  with workdir_lib.lock(folder):
+  with workdir_lib.lock(folder), workdir_lib.signals() as stop:
     workdir_lib.clean(folder, results=False)
     _check_same_grid(cells, folder)
     done, failed, seconds = [], [], []
@@ -112,10 +112,11 @@ def reproduce(
         say(f"{name}: {error}")
         failed.append(cell)
         continue
-      if summary is None:  # stopped by a signal, and saved
+      if summary is not None:
+        seconds.append(time.monotonic() - began)
+        done.append(cell)
+      if stop:  # the run has saved, or was at its end
         break
-      seconds.append(time.monotonic() - began)
-      done.append(cell)
   return done, failed
 
 
@@ -128,10 +129,13 @@ def _check_same_grid(cells: Sequence[Cell], folder: pathlib.Path) -> None:
   }
   before = {}
   if path.exists():
-    with contextlib.suppress(OSError, ValueError):
-      before = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+      before = dict(json.loads(path.read_text(encoding="utf-8")))
   for name in now.keys() & before.keys():
-    loop.check_same_config(
-      config_lib.config_from_dict(now[name]), before[name]
-    )
+    config = config_lib.config_from_dict(now[name])
+    if different := loop.different_fields(config, before[name]):
+      raise UserError(
+        f"workdir={folder} holds a grid with other fields "
+        f"({'; '.join(different)}); restore them, or choose another --workdir"
+      )
   write_json(path, {**before, **now})

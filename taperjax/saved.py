@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -201,6 +202,11 @@ def read_config(fields: Mapping[str, Any]) -> config_lib.Config:
     if step is None:
       step = checkpoints.latest_step()
     meta = checkpoints.meta(step)
+    if "diverged" in meta:
+      raise UserError(
+        f"init.checkpoint={path} holds {len(meta['seed'])} seeds; start from a "
+        "run of one seed"
+      )
     initial = config_lib.model_from_dict(meta["model"])
   return config_lib.parse(fields, initial)
 
@@ -226,6 +232,10 @@ def _find(
     if step not in (None, int(path.name)):
       raise UserError(f"{path} is one step, not step {step}; give one of them")
     return path.parent, int(path.name)
+  if seeds := sorted(p.name for p in path.glob("seed_*") if holds_steps(p)):
+    raise UserError(
+      f"{path} holds one folded model for each seed; give {path / seeds[0]}"
+    )
   raise UserError(
     f"{path} holds no checkpoint; train first, or give the workdir of a run"
   )
@@ -252,8 +262,9 @@ def check_outside_runs(out: pathlib.Path, own: str = "") -> None:
   """
   for inner, outer in zip((out, *out.parents), out.parents, strict=False):
     taken = _is_workdir(outer) and inner.name in workdir_lib.RESULTS
-    if inner in (out, out.parent) and inner.name == own:
-      taken = False  # of several seeds each has a folder in it
+    of_seed = inner == out.parent and re.fullmatch(r"seed_\d+", out.name)
+    if inner.name == own and (inner == out or of_seed):
+      taken = False
     if inner.name.isdecimal():  # a step, where checkpoints lie alone too
       steps = outer.glob("[0-9]*/_CHECKPOINT_METADATA")
       taken = taken or any(True for _ in steps)

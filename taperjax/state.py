@@ -40,8 +40,9 @@ class SeedStates(TrainState):
   """The states of several seeds: every leaf has a leading axis S.
 
   Attributes:
-    diverged: step whose loss or gradient was not finite, int32 (S,); the seed
-      is frozen as it was before that step. 0 where it goes on.
+    diverged: int32 (S,): the step whose loss or gradient was not finite, where
+      the seed is frozen as it was before that step, or whose evaluation was
+      not, where it is frozen as it was behind it. 0 where the seed goes on.
   """
 
   diverged: jax.Array

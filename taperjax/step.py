@@ -6,6 +6,7 @@ Axes: B batch, L context length, N layers, S norm sites.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from taperjax import (
   model,
   state as state_lib,
 )
-from taperjax.config import Config, ModelConfig
+from taperjax.config import Config, ModelConfig, TaperConfig
 from taperjax.state import TrainState
 
 # Fig. 4 of the paper groups gradients by these matrices.
@@ -79,9 +80,9 @@ def make_train_step(
   taper_steps = config.taper_steps
   cuts = config.cut_steps
   collect = phase == gate_lib.NORM and config.ends_without_norms
-  weight = 0.0
-  if config.uses_scale_loss and (cuts or phase != gate_lib.NORM):
-    weight = config.taper.scale_loss_weight
+  weight = config.taper.scale_loss_weight
+  if not config.uses_scale_loss or phase == gate_lib.NORM and not cuts:
+    weight = 0.0
 
   def train_step(state: TrainState, tokens_BL1, mask_BL):
     k = state.step + 1
@@ -92,9 +93,7 @@ def make_train_step(
     else:
       gate = 1.0 if phase == gate_lib.NORM else 0.0
     tokens = jnp.maximum(jnp.sum(mask_BL.astype(jnp.float32)), 1.0)
-    factor = weight
-    if config.taper.scale_loss_schedule == "taper":
-      factor = weight * (1.0 - gate)
+    factor = scale_loss_weight(config.taper, gate) if weight else 0.0
     taper = state.taper
     if cuts:
       taper = taper.replace(c=fakeln.factors(taper.std, k, cuts))
@@ -197,6 +196,12 @@ def make_train_step(
   return jax.jit(train_step, donate_argnums=0)
 
 
+def scale_loss_weight(taper: TaperConfig, gate: Any) -> Any:
+  """lambda at a gate; the paper's is constant (appendix C)."""
+  share = 1.0 - gate if taper.scale_loss_schedule == "taper" else 1.0
+  return taper.scale_loss_weight * share
+
+
 def _unless_diverged(train_step):
   """A step that freezes its seed where a metric is not finite.
 
@@ -210,17 +215,20 @@ def _unless_diverged(train_step):
     diverged = jnp.where(
       (state.diverged == 0) & ~finite, new.step, state.diverged
     )
-    kept = jax.tree.map(
-      lambda now, before: jnp.where(diverged == 0, now, before),
-      (new.params, new.opt_state, new.taper),
-      (state.params, state.opt_state, state.taper),
-    )
-    new = new.replace(
-      params=kept[0], opt_state=kept[1], taper=kept[2], diverged=diverged
-    )
+    new = _keep_diverged(new.replace(diverged=diverged), state)
     return new, metrics | {"diverged": diverged}
 
   return step
+
+
+def _keep_diverged(new, state):
+  """`new`, or what a frozen seed had before but for its step and gate."""
+  names = ("params", "opt_state", "taper")
+  kept = jax.tree.map(
+    lambda now, before: jnp.where(new.diverged == 0, now, before),
+    *([getattr(s, name) for name in names] for s in (new, state)),
+  )
+  return new.replace(**dict(zip(names, kept, strict=True)))
 
 
 def grad_norms(grads: dict) -> dict[str, jax.Array]:
@@ -294,5 +302,6 @@ def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
     return state.replace(taper=taper, params=params)
 
   if len(config.seeds) > 1:
-    return jax.jit(jax.vmap(calibrate), donate_argnums=0)
+    live = lambda state: _keep_diverged(calibrate(state), state)
+    return jax.jit(jax.vmap(live), donate_argnums=0)
   return jax.jit(calibrate, donate_argnums=0)

@@ -146,16 +146,23 @@ def compilation_cache(folder: pathlib.Path) -> Iterator[None]:
     use(before)
 
 
+_ASKED: list[list[str]] = []  # what each open `signals` yields
+
+
 @contextlib.contextmanager
 def signals() -> Iterator[list[str]]:
-  """SIGTERM and Ctrl-C ask the loop to save and stop; a second one insists."""
-  names: list[str] = []
+  """SIGTERM and Ctrl-C ask the loop to save and stop; a second one insists.
+
+  A grid and its run may both wait: what one has heard, the other knows.
+  """
+  names: list[str] = list(_ASKED[-1]) if _ASKED else []
 
   def note(number, frame):
     del frame
     if names:
       raise KeyboardInterrupt
-    names.append(signal.Signals(number).name)
+    for asked in _ASKED:
+      asked.append(signal.Signals(number).name)
     say("stopping after this step; once more to stop at once")
 
   try:
@@ -164,8 +171,10 @@ def signals() -> Iterator[list[str]]:
     }
   except ValueError:  # not in the main thread: the caller handles signals
     before = {}
+  _ASKED.append(names)
   try:
     yield names
   finally:
+    _ASKED.pop()
     for number, handler in before.items():
       signal.signal(number, handler)

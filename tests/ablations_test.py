@@ -88,7 +88,7 @@ def test_the_weight_of_the_scale_loss_is_lambda_times_1_minus_g():
     ),
     (
       {"taper__scale_loss_schedule": "taper", "variant": "fakeln"},
-      "taper.scale_loss_schedule=taper with variant=fakeln, which has no gate",
+      "taper.scale_loss_schedule=taper has no effect with variant=fakeln",
     ),
   ],
 )

@@ -96,7 +96,8 @@ def test_every_line_is_strict_json(tmp_path):
     "ok": 2.5,
     "nonfinite": {"loss": "nan", "c": "[1.0, -inf]", "b": "inf"},
   }
-  assert read_events(tmp_path) == [("train/ok", 1, 2.5)]
+  events = read_events(tmp_path)
+  assert events == [("train/c/0", 1, 1.0), ("train/ok", 1, 2.5)]
 
 
 @pytest.mark.parametrize(

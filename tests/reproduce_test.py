@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from taperjax import cli, config as config_lib, loop, reproduce
+from taperjax import (
+  cli,
+  config as config_lib,
+  loop,
+  reproduce,
+  workdir as workdir_lib,
+)
 from taperjax.errors import UserError
 from tests import runs
 
@@ -145,11 +152,34 @@ def test_a_cell_that_is_not_finite_does_not_stop_the_grid(
 
 def test_a_grid_that_is_stopped_says_so(tmp_path, monkeypatch):
   """After a signal the run gives no summary; no other cell begins."""
-  monkeypatch.setattr(loop, "train", lambda *args, **options: None)
+
+  def train(*args, **options):
+    signal.raise_signal(signal.SIGTERM)
+
+  monkeypatch.setattr(loop, "train", train)
   cells = reproduce.plan(
     runs.fields(), tmp_path / "g", ["all", "final"], [0], False
   )
   assert reproduce.reproduce(cells, tmp_path / "g") == ([], [])
+
+
+def test_a_signal_in_the_last_step_of_a_cell_stops_the_grid(
+  tmp_path, monkeypatch
+):
+  """The cell ends, as it may, and no other begins."""
+
+  def train(config, workdir, **options):
+    with workdir_lib.signals() as inner:
+      signal.raise_signal(signal.SIGTERM)
+      assert inner == ["SIGTERM"]
+    return {}
+
+  monkeypatch.setattr(loop, "train", train)
+  cells = reproduce.plan(
+    runs.fields(), tmp_path / "g", ["all", "final"], [0], False
+  )
+  done, failed = reproduce.reproduce(cells, tmp_path / "g")
+  assert (done, failed) == (cells[:1], [])
 
 
 def test_another_grid_in_the_folder_is_refused(config, grid):
@@ -175,6 +205,9 @@ def test_another_grid_in_the_folder_is_refused(config, grid):
     ("--config.steps=x", "steps='x' must be a whole number"),
     ("--config.steps=0", "steps=0 must be above 0"),
     ("--config.model.biases=q", "model.biases='q' is no tuple; write"),
+    ("--config.taper.calibrate", "--config.taper.calibrate has no value; wri"),
+    ("--config.seeds=(7,)", "--config.seeds has no effect here; use --seeds"),
+    ("--config.variant=all", "--config.variant has no effect here; use --vari"),
     ("--confg.steps=3", "unrecognized arguments: --confg.steps=3"),
   ],
 )

@@ -202,6 +202,14 @@ def test_fold_takes_one_seed_or_all(root, tmp_path, capsys):
     assert array.tobytes() == want[name].tobytes(), name
 
 
+def test_a_run_of_several_seeds_is_no_start_and_its_folder_no_model(root):
+  """One line each that says what to do."""
+  with pytest.raises(UserError, match="holds 3 seeds; start from a run of one"):
+    saved.read_config(runs.fields(**runs.started(several(root))))
+  with pytest.raises(UserError, match="one folded model for each seed; give "):
+    saved.load(several(root) / "folded")
+
+
 @pytest.mark.parametrize(
   "name, seed, message",
   [
@@ -228,8 +236,6 @@ def poison(monkeypatch, places):
     return states
 
   monkeypatch.setattr(loop.state_lib, "create_seeds", poisoned)
-  # Infinite weights are what this test is about, and are never saved else.
-  monkeypatch.setattr(loop, "_all_finite", lambda tree: True)
 
 
 def test_a_run_goes_on_without_a_seed_that_diverged(
@@ -239,7 +245,7 @@ def test_a_run_goes_on_without_a_seed_that_diverged(
   poison(monkeypatch, [0])
   summary = runs.train(tmp_path, "run", seeds=SEEDS)
   err = capsys.readouterr().err
-  assert err.count("seed 3: ") == 1
+  assert err.count("seed 3: ") == 1 and "nan" not in err
   assert "at step 1 is not finite; this seed is frozen there" in err
   want = json.loads((several(root) / "summary.json").read_text())
   assert summary["diverged"] == [1, None, None]
@@ -248,6 +254,9 @@ def test_a_run_goes_on_without_a_seed_that_diverged(
     for name, value in record.items():
       if name not in ("step", "kind", "nonfinite") and value is not None:
         assert value[0] is None and None not in value[1:], name
+  ended = runs.state(tmp_path / "run" / "checkpoints")[1]
+  assert ended["diverged"].tolist() == [1, 0, 0]
+  assert np.all(np.isfinite(ended["taper/c"]))  # not calibrated from nothing
   with pytest.raises(UserError, match="seed=3 in .* diverged at step 1; use"):
     saved.load(tmp_path / "run", seed=3)
   cli.main(["eval", str(tmp_path / "run"), "--json"])
@@ -258,6 +267,40 @@ def test_a_run_goes_on_without_a_seed_that_diverged(
 
 
 def test_a_run_stops_when_every_seed_has_diverged(tmp_path, monkeypatch):
+  """The last record says where, for a report."""
   poison(monkeypatch, range(3))
   with pytest.raises(UserError, match="of the last seed at step 1 is not fin"):
     runs.train(tmp_path, "run", seeds=SEEDS)
+  last = runs.records(tmp_path / "run")[-1]
+  assert (last["kind"], last["diverged"]) == ("nonfinite", [1, 1, 1])
+
+
+def test_a_run_with_an_ended_seed_resumes_bit_for_bit(tmp_path, monkeypatch):
+  """Which seed ended, and where, comes back from the checkpoint."""
+  poison(monkeypatch, [1])
+  runs.train(tmp_path, "whole", seeds=SEEDS)
+  assert runs.train(tmp_path, "cut", runs.START + 1, seeds=SEEDS) is None
+  summary = runs.train(tmp_path, "cut", seeds=SEEDS)
+  assert summary["diverged"] == [None, 1, None]
+  records = [runs.records(tmp_path / name) for name in ("whole", "cut")]
+  assert records[0] == records[1]
+
+
+def test_an_evaluation_that_is_not_finite_ends_its_seed(
+  tmp_path, monkeypatch, capsys
+):
+  """As a loss does; its state stays as it was behind that step."""
+  evaluate = loop.Run._evaluate_seed
+
+  def broken(self, one, seed):
+    values, now = evaluate(self, one, seed)
+    if seed == 0 and int(one.step) == 5:
+      values["valid_loss"] = float("nan")
+    return values, now
+
+  monkeypatch.setattr(loop.Run, "_evaluate_seed", broken)
+  summary = runs.train(tmp_path, "run", seeds=SEEDS)
+  assert "seed 0: valid_loss at step 5 is not finite" in capsys.readouterr().err
+  assert summary["diverged"] == [None, 5, None]
+  ended = runs.state(tmp_path / "run" / "checkpoints", 5)[1]
+  assert ended["diverged"].tolist() == [0, 5, 0]

@@ -11,16 +11,14 @@ import contextlib
 import dataclasses
 import html
 import math
-import os
 import pathlib
 import re
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from taperjax import drawing as drawing_lib
 from taperjax.report import results
 from taperjax.report.results import Group
 
@@ -124,49 +122,37 @@ CURVES = (
 )
 
 
-@contextlib.contextmanager
-def drawing() -> Iterator[None]:
+def drawing() -> contextlib.AbstractContextManager[None]:
   """matplotlib with our settings, and without files in the home folder."""
-  with contextlib.ExitStack() as stack:
-    if "MPLCONFIGDIR" not in os.environ:
-      folder = stack.enter_context(tempfile.TemporaryDirectory())
-      os.environ["MPLCONFIGDIR"] = folder
-      stack.callback(os.environ.pop, "MPLCONFIGDIR", None)
-    import matplotlib
-
-    text, quiet, grid = (COLOURS[n][0] for n in ("text", "quiet", "grid"))
-    stack.enter_context(matplotlib.rc_context({
-      "svg.fonttype": "none",  # text stays text
-      "svg.hashsalt": "taperjax",  # the same ids every time
-      "text.parse_math": False,  # a label may hold a dollar
-      "font.family": "sans-serif",
-      "font.size": 9,
-      "axes.titlesize": 10,
-      "axes.titleweight": "bold",
-      "axes.titlelocation": "left",
-      "axes.spines.top": False,
-      "axes.spines.right": False,
-      "axes.grid": True,
-      "axes.axisbelow": True,
-      "axes.facecolor": "none",
-      "axes.edgecolor": quiet,
-      "axes.labelcolor": text,
-      "axes.titlecolor": text,
-      "text.color": text,
-      "xtick.color": quiet,
-      "ytick.color": quiet,
-      "xtick.labelcolor": text,
-      "ytick.labelcolor": text,
-      "grid.color": grid,
-      "grid.linewidth": 0.6,
-      "legend.frameon": False,
-      "legend.fontsize": 9,
-      "legend.handlelength": 2.6,
-      "lines.linewidth": 1.5,
-    }))
-    stack.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings("ignore", "Glyph .* missing from")
-    yield
+  text, quiet, grid = (COLOURS[n][0] for n in ("text", "quiet", "grid"))
+  return drawing_lib.drawing({
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "taperjax",  # the same ids every time
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "axes.edgecolor": quiet,
+    "axes.labelcolor": text,
+    "axes.titlecolor": text,
+    "text.color": text,
+    "xtick.color": quiet,
+    "ytick.color": quiet,
+    "xtick.labelcolor": text,
+    "ytick.labelcolor": text,
+    "grid.color": grid,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 2.6,
+    "lines.linewidth": 1.5,
+  })
 
 
 def draw(groups: Sequence[Group], folder: pathlib.Path) -> dict[str, Figure]:

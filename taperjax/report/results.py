@@ -64,6 +64,13 @@ _PAPER_FIELDS = {
   "optimizer.final_learning_rate": 0.0,
   "optimizer.warmup": 0.05,
   "optimizer.weight_decay": 0.0,
+  "optimizer.b1": 0.9,
+  "optimizer.b2": 0.95,
+  "optimizer.clip_norm": 1.0,
+  "model.positions": "rope",
+  "model.tied": True,
+  "model.biases": [],
+  "eval.max_windows": None,
   "init.checkpoint": None,
   "lora.rank": 0,
 }
@@ -299,9 +306,12 @@ def _diverged(summary, records, i: int, count: int) -> int | None:
   if summary:
     ended = _number(_pick(summary.get("diverged"), i, count))
     return None if ended is None else int(ended)
+  last = records[-1] if records else {"kind": None}
   if count == 1:  # the run stopped there
-    last = records[-1] if records else {"kind": None}
     return last["step"] if last["kind"] == "nonfinite" else None
+  if last["kind"] == "nonfinite":  # that of the last seed
+    ended = _number(_pick(last.get("diverged"), i, count))
+    return None if ended is None else int(ended)
   for record in records:
     loss = record.get("loss")
     if record["kind"] == "train" and isinstance(loss, list):
