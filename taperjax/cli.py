@@ -435,7 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     "--out",
     required=True,
     metavar="FOLDER",
-    help="a new folder, or an earlier report, which is replaced",
+    help="a new or empty folder, or an earlier report, which is replaced",
   )
   sub.add_argument("--json", action="store_true", help="print a JSON object")
   sub.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -679,8 +679,9 @@ def _probe(args: argparse.Namespace) -> dict[str, Any]:
     tokens = saved.valid_tokens(model)
     config = model.meta["config"]  # its windows, so that losses agree
     shape["context_len"] = config["context_len"]
-    if args.max_windows is None:
-      shape["max_windows"] = config["eval"]["max_windows"]
+    limit = config["eval"]["max_windows"]
+    if args.max_windows is None and limit:  # of this text alone
+      tokens = tokens[: limit * config["context_len"] + 1]
   if args.calibrate:
     shape["calibration_tokens"] = _streams_of(args.calibrate, model)
   found = api.probe(model, tokens, show=True, **shape)

@@ -103,3 +103,11 @@ def test_a_run_saved_before_these_fields_is_the_paper_s():
   for name in OFF:
     del saved["taper"][name.removeprefix("taper__")]
   assert config_lib.config_from_dict(saved) == tiny.config()
+
+
+def test_the_logged_weight_follows_the_schedule():
+  """The loop logs the pull of the scale loss with this very weight."""
+  weight = step.scale_loss_weight
+  assert weight(tiny.config().taper, 0.25) == 0.1
+  config = tiny.config(taper__scale_loss_schedule="taper")
+  assert weight(config.taper, 0.25) == pytest.approx(0.075)

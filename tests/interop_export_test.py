@@ -261,14 +261,15 @@ def test_what_a_killed_export_left_goes_the_next_time(tmp_path):
   """But not what another process is writing, nor what is not ours."""
   with subprocess.Popen([sys.executable, "-c", ""]) as dead:
     dead.wait()
-  live = os.getpid()
+  here, other = files.machine(), "abcdef"
+  killed = f"{here}-{dead.pid}-0123abcd"
   names = [
-    f"out.part-{dead.pid}-0123abcd", f"out.part-{dead.pid}-0123abcd-float32",
-    f"out.part-old-{dead.pid}-0123abcd",
+    f"out.part-{killed}", f"out.part-{killed}-float32", f"out.part-old-{killed}"
   ]
   kept = [
-    f"out.part-{live}-0123abcd", f"a-out.part-{dead.pid}-0123abcd",
-    "out.part-2", f"out.part-{dead.pid}-notes",
+    f"out.part-{here}-{os.getpid()}-0123abcd", f"a-out.part-{killed}",
+    f"out.part-{other}-{dead.pid}-0123abcd", "out.part-2",
+    f"out.part-{here}-{dead.pid}-notes",
   ]
   for name in names + kept:
     (tmp_path / name).mkdir()

@@ -47,7 +47,7 @@ def whole_folder(folder: pathlib.Path, what: str) -> Iterator[pathlib.Path]:
     UserError: the system refuses; `what`, such as "the export", is named.
   """
   _clear_killed(folder)
-  token = f"{os.getpid()}-{secrets.token_hex(4)}"
+  token = f"{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
   part = folder.with_name(f"{folder.name}.part-{token}")
   old = folder.with_name(f"{folder.name}.part-old-{token}")
   made = [parent for parent in folder.parents if not parent.exists()]
@@ -75,7 +75,8 @@ def whole_folder(folder: pathlib.Path, what: str) -> Iterator[pathlib.Path]:
 def _clear_killed(folder: pathlib.Path) -> None:
   """Undoes `whole_folder` for processes of this machine that are no more."""
   name = re.compile(
-    re.escape(folder.name) + r"\.part-(old-)?(\d+)-[0-9a-f]{8}(-\w+)?"
+    re.escape(folder.name)
+    + rf"\.part-(old-)?{machine()}-(\d+)-[0-9a-f]{{8}}(-\w+)?"
   )
   there = []
   with contextlib.suppress(OSError):
@@ -88,6 +89,11 @@ def _clear_killed(folder: pathlib.Path) -> None:
       with contextlib.suppress(OSError):
         path.rename(folder)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def machine() -> str:
+  """Six letters for this machine: process numbers of others mean nothing."""
+  return hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:6]
 
 
 def _is_running(process: int) -> bool:

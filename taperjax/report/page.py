@@ -407,7 +407,7 @@ def _validation_row(group, data, count: int) -> tuple[list[str], list[str]]:
       shared = ", ".join(map(str, found["seeds"]))
       note(f"the gap is over the seeds that the baseline has too: {shared}.",
            "gap")
-  elif data["variant"] in ("baseline", "vanilla"):
+  elif data["variant"] in results.BASELINES:
     gap = "baseline"
   else:
     note("no finished baseline here has its configuration and one of its "

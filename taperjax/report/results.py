@@ -89,7 +89,7 @@ _NOT_OF_BASELINE = (
   "eval.sample_tokens",
 )
 _LARGEST = 1e60  # far beyond float32, and no mean or ratio overflows
-_BASELINES = ("baseline", "vanilla")
+BASELINES = ("baseline", "vanilla")
 
 # Of a summary, or of the last evaluation of an unfinished run.
 _VALUES = (
@@ -390,7 +390,7 @@ def _without(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
   return {
     name: value
     for name, value in fields.items()
-    if name not in names and not name.startswith(groups or ("\n",))
+    if name not in names and not name.startswith(groups)
   }
 
 
@@ -398,7 +398,7 @@ def compared(config: Mapping[str, Any]) -> dict[str, Any]:
   """Fields that make a group: those with an effect on what is trained."""
   fields, variant = flat(config), config["variant"]
   unused = list(_PLACES)
-  if variant in _BASELINES:
+  if variant in BASELINES:
     unused += ["taper.", "fakeln.", "fold."]
   elif variant != "fakeln":
     unused.append("fakeln.")
@@ -493,10 +493,10 @@ def baseline_of(group: Group, groups: Iterable[Group]) -> Group | None:
   found = [
     other
     for other in groups
-    if other.config["variant"] in _BASELINES
+    if other.config["variant"] in BASELINES
     and _without(compared(other.config), _NOT_OF_BASELINE) == wanted
   ]
-  found.sort(key=lambda g: (_BASELINES.index(g.config["variant"]), g.label))
+  found.sort(key=lambda g: (BASELINES.index(g.config["variant"]), g.label))
   return found[0] if found else None
 
 
