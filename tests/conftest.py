@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,6 +25,14 @@ def test_data() -> pathlib.Path:
   if not path.is_dir():
     pytest.fail(f"TAPERJAX_TEST_DATA={folder} is set, but no such folder")
   return path
+
+
+@pytest.fixture
+def ctrl_c():
+  """Ctrl-C as in a terminal; a shell starts background jobs without it."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_an_interrupted_export_leaves_the_earlier_one_alone(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_an_import_swallows_is_not_lost(
-  number, root, tmp_path, monkeypatch
+  number, root, tmp_path, monkeypatch, ctrl_c
 ):
   """Python drops what a handler raises while importlib clears its locks."""
   read = verify.safetensors_logits

@@ -402,7 +402,7 @@ def test_another_tokenizer_beside_an_import_is_noticed(run, tmp_path):
 
 
 def test_a_signal_that_a_reader_swallows_stops_the_import(
-  tmp_path, monkeypatch
+  tmp_path, monkeypatch, ctrl_c
 ):
   our_folder(tmp_path / "m", 31)
   read = interop.read
