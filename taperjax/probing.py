@@ -74,10 +74,11 @@ def halves(
   if max_windows is not None:
     count = min(count, max_windows)
   if count < 2:
+    limit = "" if max_windows is None else f" and max_windows={max_windows}"
     raise UserError(
-      f"data holds {len(tokens):,} tokens and max_windows={max_windows}, which "
-      f"is fewer than two windows of {context_len:,}, one to calibrate on and "
-      "one to score; give a longer text, or one to calibrate on"
+      f"data holds {len(tokens):,} tokens{limit}, which is fewer than "
+      f"two windows of {context_len:,}, one to calibrate on and one to score; "
+      "give a longer text, or one to calibrate on"
     )
   middle = count // 2 * context_len
   return tokens[: middle + 1], tokens[middle : count * context_len + 1]
