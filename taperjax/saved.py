@@ -275,6 +275,26 @@ def check_outside_runs(out: pathlib.Path, own: str = "") -> None:
       )
 
 
+def look_out(
+  out: pathlib.Path, own: str = ""
+) -> tuple[pathlib.Path, list[str]]:
+  """(--out with links resolved, the names that are there).
+
+  Raises:
+    UserError: it lies among the files of a run, or cannot be read.
+  """
+  try:
+    out = out.resolve()
+    check_outside_runs(out, own)
+    return out, sorted(path.name for path in out.iterdir())
+  except FileNotFoundError:
+    return out, []
+  except (OSError, RuntimeError) as error:
+    raise UserError(
+      f"--out={out} cannot be used ({error}); choose another folder"
+    ) from error
+
+
 def tokenizer_folder(path: str | os.PathLike[str]) -> pathlib.Path:
   """Where the tokenizer of a checkpoint is saved.
 
@@ -479,16 +499,7 @@ def write_imported(
 
 def _folded_folder(folder: pathlib.Path) -> pathlib.Path:
   """Where to write, links resolved; raises unless it is free or folded."""
-  try:
-    folder = folder.resolve()
-    check_outside_runs(folder, own="folded")
-    there = [path.name for path in folder.iterdir()]
-  except FileNotFoundError:
-    return folder
-  except (OSError, RuntimeError) as error:
-    raise UserError(
-      f"--out={folder} cannot be used ({error}); choose another folder"
-    ) from error
+  folder, there = look_out(folder, own="folded")
   known = ("fold.json", "tokenizer")
   if other := [n for n in there if n not in known and not n.isdecimal()]:
     raise UserError(

@@ -467,24 +467,9 @@ def _residuals(form: Form, tokens_BL) -> dict[str, Any]:
   }
 
 
-def _look(out: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
-  """(where to write, links resolved; names there); never among a run's files.
-  """
-  try:
-    out = out.resolve()
-    saved.check_outside_runs(out)
-    return out, sorted(path.name for path in out.iterdir())
-  except FileNotFoundError:
-    return out, []
-  except (OSError, RuntimeError) as error:
-    raise UserError(
-      f"--out={out} cannot be used ({error}); choose another folder"
-    ) from error
-
-
 def _check_out(out: pathlib.Path) -> pathlib.Path:
   """Where to write, links resolved; raises unless it is free or an export."""
-  out, there = _look(out)
+  out, there = saved.look_out(out)
   if there and REPORT not in there:
     raise UserError(
       f"--out={out} holds {there[0]!r} and no {REPORT}, so it is no export "
@@ -514,7 +499,7 @@ COLUMNS = (
 
 def check_matrix(out: pathlib.Path) -> None:
   """Raises unless a matrix may be written there: a new or an empty folder."""
-  out, there = _look(out)
+  out, there = saved.look_out(out)
   if there:
     raise UserError(
       f"--out={out} holds {there[0]!r} already, and a matrix has a folder of "

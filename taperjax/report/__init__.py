@@ -69,16 +69,7 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 def _check_out(out: pathlib.Path) -> pathlib.Path:
   """Where to write, links resolved; raises unless it is free or a report."""
-  try:
-    out = out.resolve()
-    saved.check_outside_runs(out)
-    there = [path.name for path in sorted(out.iterdir())]
-  except FileNotFoundError:
-    return out
-  except (OSError, RuntimeError) as error:
-    raise UserError(
-      f"--out={out} cannot be used ({error}); choose another folder"
-    ) from error
+  out, there = saved.look_out(out)
   if not there:
     return out
   known = _earlier(out)
