@@ -69,49 +69,100 @@ def causal_attention(
   """softmax(q k / sqrt(K)) v over the positions up to each query's own.
 
   Softmax in float32. H must be a multiple of G; query head h reads key/value
-  head h // (H / G). On CPU the queries go in blocks
-  that see no key after them, for about a third of the general routine's time.
+  head h // (H / G). On CPU one window at a time, so that its scores stay in
+  the cache of a core, and its queries in blocks that see no key after them.
 
   Returns:
     out_BLHK in the dtype of q.
   """
   if jax.default_backend() != "cpu":
-    return jax.nn.dot_product_attention(
-      q_BLHK, k_BLGK, v_BLGK, is_causal=True
-    )
-  length = q_BLHK.shape[1]
-  block = max(64, -(-length // 4))
+    return jax.nn.dot_product_attention(q_BLHK, k_BLGK, v_BLGK, is_causal=True)
+  return jax.lax.map(
+    lambda qkv: _window_attention(*qkv), (q_BLHK, k_BLGK, v_BLGK)
+  )
+
+
+def _window_attention(q_LHK, k_LGK, v_LGK):
+  """Causal attention of one window; R = H / G query heads read one key head."""
+  length, heads, size = q_LHK.shape
+  groups = k_LGK.shape[1]
+  q_LGRK = q_LHK.reshape(length, groups, heads // groups, size)
+  q_GRLK = jnp.transpose(q_LGRK, (1, 2, 0, 3))
+  k_GLK, v_GLK = (jnp.swapaxes(x, 0, 1) for x in (k_LGK, v_LGK))
+  block = max(32, -(-length // 4))
   parts = []
   for start in range(0, length, block):
     end = min(start + block, length)
     parts.append(
-      _block_attention(
-        q_BLHK[:, start:end], k_BLGK[:, :end], v_BLGK[:, :end], start
-      )
+      _block_attention(q_GRLK[:, :, start:end], k_GLK[:, :end], v_GLK[:, :end])
     )
-  return jnp.concatenate(parts, axis=1)
+  out_GRLK = jnp.concatenate(parts, axis=2)
+  out_LGRK = jnp.transpose(out_GRLK, (2, 0, 1, 3))
+  return out_LGRK.reshape(q_LHK.shape).astype(q_LHK.dtype)
 
 
-def _block_attention(q_BLHK, k_BMGK, v_BMGK, start):
-  """Queries at positions start.. over keys from 0; R = H / G."""
-  batch, length, heads, size = q_BLHK.shape
-  groups = k_BMGK.shape[2]
-  q_BLGRK = q_BLHK.reshape(batch, length, groups, heads // groups, size)
-  f32 = {"preferred_element_type": jnp.float32}
-  s_BGRLM = jnp.einsum("BLGRK,BMGK->BGRLM", q_BLGRK, k_BMGK, **f32)
-  rows_L = start + jnp.arange(length)
-  seen_LM = jnp.arange(k_BMGK.shape[1])[None, :] <= rows_L[:, None]
-  s_BGRLM = jnp.where(
-    seen_LM[None, None, None, :, :], s_BGRLM * size**-0.5, -jnp.inf
+_F32 = {"preferred_element_type": jnp.float32}
+
+
+def _scores(q_GRLK, k_GMK):
+  """q k / sqrt(K), float32, -inf at the keys after a query: the last L of M."""
+  s_GRLM = jnp.einsum("GRLK,GMK->GRLM", q_GRLK, k_GMK, **_F32)
+  length, keys = s_GRLM.shape[-2:]
+  rows_L = keys - length + jnp.arange(length)
+  seen_LM = jnp.arange(keys)[None, :] <= rows_L[:, None]
+  scaled_GRLM = s_GRLM * q_GRLK.shape[-1] ** -0.5
+  return jnp.where(seen_LM[None, None, :, :], scaled_GRLM, -jnp.inf)
+
+
+def _softmax_values(q_GRLK, k_GMK, v_GMK):
+  """Attention of a block, and log sum exp of its scores; both float32."""
+  s_GRLM = _scores(q_GRLK, k_GMK)
+  top_GRL1 = jnp.max(s_GRLM, axis=-1, keepdims=True)
+  p_GRLM = jnp.exp(s_GRLM - top_GRL1)
+  sum_GRL1 = jnp.sum(p_GRLM, axis=-1, keepdims=True)
+  out_GRLK = jnp.einsum(
+    "GRLM,GMK->GRLK", p_GRLM.astype(v_GMK.dtype), v_GMK, **_F32
   )
-  top_BGRL1 = jnp.max(s_BGRLM, axis=-1, keepdims=True)
-  p_BGRLM = jnp.exp(s_BGRLM - jax.lax.stop_gradient(top_BGRL1))
-  sum_BGRL = jnp.sum(p_BGRLM, axis=-1)
-  out_BLGRK = jnp.einsum(
-    "BGRLM,BMGK->BLGRK", p_BGRLM.astype(v_BMGK.dtype), v_BMGK, **f32
-  )
-  out_BLGRK = out_BLGRK / jnp.moveaxis(sum_BGRL, 3, 1)[..., None]
-  return out_BLGRK.reshape(q_BLHK.shape).astype(q_BLHK.dtype)
+  return out_GRLK / sum_GRL1, top_GRL1 + jnp.log(sum_GRL1)
+
+
+@jax.custom_vjp
+def _block_attention(
+  q_GRLK: jax.Array, k_GMK: jax.Array, v_GMK: jax.Array
+) -> jax.Array:
+  """The L last queries of M positions over these; float32.
+
+  The backward pass forms the probabilities once more from their log sum exp,
+  and with o the output, p the probabilities and d the cotangents
+
+      ds = p (do v - sum_k o do) / sqrt(K),  dq = ds k,  dk = ds^T q,
+      dv = p^T do.
+  """
+  return _softmax_values(q_GRLK, k_GMK, v_GMK)[0]
+
+
+def _block_forward(q_GRLK, k_GMK, v_GMK):
+  out_GRLK, log_sum_GRL1 = _softmax_values(q_GRLK, k_GMK, v_GMK)
+  return out_GRLK, (q_GRLK, k_GMK, v_GMK, out_GRLK, log_sum_GRL1)
+
+
+def _block_backward(residuals, dout_GRLK):
+  q_GRLK, k_GMK, v_GMK, out_GRLK, log_sum_GRL1 = residuals
+  p_GRLM = jnp.exp(_scores(q_GRLK, k_GMK) - log_sum_GRL1)
+  mean_GRL1 = jnp.sum(out_GRLK * dout_GRLK, axis=-1, keepdims=True)
+  dout_GRLK = dout_GRLK.astype(v_GMK.dtype)
+  dp_GRLM = jnp.einsum("GRLK,GMK->GRLM", dout_GRLK, v_GMK, **_F32)
+  ds_GRLM = p_GRLM * (dp_GRLM - mean_GRL1) * q_GRLK.shape[-1] ** -0.5
+  p_GRLM, ds_GRLM = (x.astype(v_GMK.dtype) for x in (p_GRLM, ds_GRLM))
+  dv_GMK = jnp.einsum("GRLM,GRLK->GMK", p_GRLM, dout_GRLK, **_F32)
+  dk_GMK = jnp.einsum("GRLM,GRLK->GMK", ds_GRLM, q_GRLK, **_F32)
+  dq_GRLK = jnp.einsum("GRLM,GMK->GRLK", ds_GRLM, k_GMK, **_F32)
+  inputs = (q_GRLK, k_GMK, v_GMK)
+  grads = (dq_GRLK, dk_GMK, dv_GMK)
+  return tuple(g.astype(x.dtype) for g, x in zip(grads, inputs, strict=True))
+
+
+_block_attention.defvjp(_block_forward, _block_backward)
 
 
 def cached_attention(

@@ -112,7 +112,7 @@ def test_causal_attention_is_softmax_over_the_past(length, groups):
   np.testing.assert_allclose(got, plain(q, k, v), rtol=0, atol=3e-6)
 
 
-# Blocks begin at every 64: part of one, one, and three of them.
+# Blocks of 32 queries, or a quarter: part of one, two of them, and four.
 @pytest.mark.parametrize("length", [7, 64, 130])
 def test_blocked_attention_and_its_gradients_are_those_of_the_general_one(
   length,
