@@ -66,6 +66,9 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   t.calibrate = True  # False: c = 1
   t.train_gain = True  # False: gamma~ stays as it was copied
   t.scale_loss_schedule = "constant"  # or "taper": lambda (1 - g)
+  # Sites that taper, of those of the variant; None: all of them. Names as
+  # `taperjax probe` has them, or attn_norm, mlp_norm, final_norm for a kind.
+  t.sites = config_dict.placeholder(tuple)
 
   # variant=fakeln: hard cuts, Baroni et al. 2025, in steps. Values of their
   # GPT-2 small, for fine-tuning; a run from scratch starts far later.

@@ -164,7 +164,7 @@ def _final(config, params, c, gate, kernel_DV, bias_V):
       kind_BL = token_kind[None, None]
       x_BLD = site.apply(variables, h_BLD, c[-1:], kind_BL, None)[0][0]
     else:
-      tapered = "taper" in (config.internal_norm, config.final_norm)
+      tapered = "taper" in config.modes
       phase = norms.phase_of(gate if tapered else 1.0)
       c_final = None if c is None else c[-1]
       site = norms.Norm(kind, config.final_norm, eps, phase)

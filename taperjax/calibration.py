@@ -108,11 +108,3 @@ def freeze_gains(params: dict) -> dict:
     else leaf,
     params,
   )
-
-
-def site_names(num_layers: int) -> list[str]:
-  """Names of the S sites in the order of `TaperState.c`."""
-  names = []
-  for layer in range(num_layers):
-    names += [f"block_{layer}.attn_norm", f"block_{layer}.mlp_norm"]
-  return [*names, "final_norm"]

@@ -13,7 +13,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from taperjax.errors import UserError
@@ -117,7 +117,8 @@ class ModelConfig:
   scan_layers: bool
   # Set by `parse` from the fields outside `model`.
   norm: str  # "rms" or "layer"
-  # "norm", "taper", "none" (folded), or "fake" for all of a FakeLN run
+  # "norm", "taper", "none" (folded), "fake" for all of a FakeLN run, or, of the
+  # internal ones, "mixed": see internal_modes
   internal_norm: str
   final_norm: str
   vocab_size: int
@@ -126,6 +127,7 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None  # of imported models
   remat: bool = False  # the backward pass computes each block once more
   eot_id: int | None = None  # end of text, in a FakeLN run alone
+  internal_modes: tuple[str, ...] = ()  # of the 2 N sites where they are mixed
 
   @property
   def residual_std(self) -> float:
@@ -134,9 +136,25 @@ class ModelConfig:
   @property
   def tapered_sites(self) -> list[int]:
     """Indices of the tapered sites among the 2 N + 1."""
-    last = 2 * self.num_layers
-    internal = range(last) if self.internal_norm == "taper" else ()
-    return [*internal, *([last] if self.final_norm == "taper" else [])]
+    return [i for i, mode in enumerate(self.modes) if mode == "taper"]
+
+  @property
+  def modes(self) -> tuple[str, ...]:
+    """Mode of each of the 2 N + 1 sites, in the order of `TaperState.c`."""
+    internal = self.internal_modes
+    if self.internal_norm != "mixed":
+      internal = (self.internal_norm,) * (2 * self.num_layers)
+    return (*internal, self.final_norm)
+
+  def with_modes(self, modes: Sequence[str]) -> ModelConfig:
+    """The same shape with these modes of its 2 N + 1 sites."""
+    *internal, final = modes
+    mixed = len(set(internal)) > 1
+    return self.replace(
+      internal_norm="mixed" if mixed else internal[0],
+      internal_modes=tuple(internal) if mixed else (),
+      final_norm=final,
+    )
 
   def replace(self, **changes) -> ModelConfig:
     return dataclasses.replace(self, **changes)
@@ -165,6 +183,7 @@ class TaperConfig:
   calibrate: bool = True  # False: c = 1
   train_gain: bool = True  # False: gamma~ stays as it was copied
   scale_loss_schedule: str = "constant"  # or "taper": lambda (1 - g)
+  sites: tuple[str, ...] | None = None  # that taper; None: the variant's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,6 +354,7 @@ _SET_BY_PARSE = {
   "compute_dtype",
   "rope_scaling",
   "eot_id",
+  "internal_modes",
 }
 
 
@@ -402,7 +422,60 @@ def parse(
       fields[group] = {**fields[group], "every": every}
   config = _build(Config, fields, "")
   _check(config)
+  if config.taper.sites is not None:
+    model = config.model.with_modes(_modes(config))
+    config = dataclasses.replace(config, model=model)
   return config
+
+
+def _modes(config: Config) -> list[str]:
+  """Modes of the sites where `taper.sites` chooses among the variant's.
+
+  Raises:
+    UserError: a name that is no site of this model or does not taper in this
+      variant, none at all, or blocks that differ where layers are scanned.
+  """
+  model, chosen = config.model, config.taper.sites
+  names = site_names(model.num_layers)
+  kinds = {name: name.rpartition(".")[2] for name in names}
+  shown = f"taper.sites={chosen}"
+  if not chosen:
+    raise UserError(
+      f"{shown} with variant={config.variant} leaves nothing to taper; name "
+      "some sites, or use variant=baseline"
+    )
+  for name in chosen:
+    if name not in names and name not in kinds.values():
+      raise UserError(
+        f"{shown} names {name!r}, which is no site; use {names[0]} to "
+        f"{names[-2]}, final_norm, or attn_norm and mlp_norm for those of all "
+        "blocks"
+      )
+    found = [n for n in names if name in (n, kinds[n])]
+    if not {names.index(n) for n in found} & set(model.tapered_sites):
+      raise UserError(
+        f"{shown} names {name!r}, which does not taper with variant="
+        f"{config.variant}; leave it out or choose another variant"
+      )
+  modes = [
+    "norm" if mode == "taper" and not {name, kinds[name]} & {*chosen} else mode
+    for name, mode in zip(names, model.modes, strict=True)
+  ]
+  pairs = {tuple(modes[i : i + 2]) for i in range(0, len(modes) - 1, 2)}
+  if model.scan_layers and len(pairs) > 1:
+    raise UserError(
+      f"{shown} with model.scan_layers=True: blocks that differ cannot share "
+      "one program; name sites of all blocks, or set model.scan_layers=False"
+    )
+  return modes
+
+
+def site_names(num_layers: int) -> list[str]:
+  """Names of the 2 N + 1 norm sites in the order of `TaperState.c`."""
+  names = []
+  for layer in range(num_layers):
+    names += [f"block_{layer}.attn_norm", f"block_{layer}.mlp_norm"]
+  return [*names, "final_norm"]
 
 
 def _from_initial(fields: dict, initial: ModelConfig) -> dict:
@@ -675,7 +748,9 @@ def _check(config: Config) -> None:
   schedules = ("constant", "taper")
   _choice("taper.scale_loss_schedule", taper.scale_loss_schedule, schedules)
   if config.cuts:
-    for name in ("shape", "calibrate", "train_gain", "scale_loss_schedule"):
+    for name in (
+      "shape", "calibrate", "train_gain", "scale_loss_schedule", "sites"
+    ):
       default = TaperConfig.__dataclass_fields__[name].default
       if (value := getattr(taper, name)) != default:
         raise UserError(

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import calibration, model
-from taperjax.config import ModelConfig
+from taperjax import model
+from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
 BUCKET = 64  # prompt and cache lengths are rounded up to a multiple of it
@@ -293,7 +293,7 @@ def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
     )
   if gate == 1:
     return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
-  names = calibration.site_names(config.num_layers)
+  names = site_names(config.num_layers)
   if c is None:
     raise UserError(
       f"gate={gate:.4g} needs the calibrated factors c, and there are none; "

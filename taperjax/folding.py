@@ -7,15 +7,14 @@ so the next projection can carry it: the folded model has no such norm at all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import calibration
-from taperjax.config import BIASES, ModelConfig
+from taperjax.config import BIASES, ModelConfig, site_names
 from taperjax.errors import UserError
 from taperjax.model import Transformer
 
@@ -49,13 +48,13 @@ def fold(
   c_S = np.asarray(c_S, np.float64)
   check_c(c_S, config)
   folded = jax.tree.map(_copy, params)
-  if config.internal_norm == "taper":
-    c_N2 = c_S[:-1].reshape(config.num_layers, 2)
-    if config.scan_layers:
-      _fold_block(folded["blocks"], c_N2.T, config)
-    else:
-      for n in range(config.num_layers):
-        _fold_block(folded[f"block_{n}"], c_N2[n], config)
+  c_N2, modes = c_S[:-1].reshape(config.num_layers, 2), config.modes
+  if config.scan_layers:
+    _fold_block(folded["blocks"], c_N2.T, modes[:2], config)
+  else:
+    for n in range(config.num_layers):
+      pair = modes[2 * n : 2 * n + 2]
+      _fold_block(folded[f"block_{n}"], c_N2[n], pair, config)
   if config.final_norm == "taper":
     if config.tied:
       folded["head"] = {"kernel": folded["embed"]["embedding"].T}
@@ -65,30 +64,32 @@ def fold(
 
 def folded_config(config: ModelConfig) -> ModelConfig:
   """The configuration that runs the folded parameters."""
-  biases, changes = set(config.biases), {}
-  if config.internal_norm == "taper":
-    changes["internal_norm"] = "none"
-    if config.norm == "layer":
-      biases.update(n for names in _readers(config).values() for n in names)
-  if config.final_norm == "taper":
-    changes.update(final_norm="none", tied=False)
-    if config.norm == "layer":
+  biases, modes = set(config.biases), config.modes
+  if config.norm == "layer":
+    for i, names in enumerate(_readers(config).values()):
+      if "taper" in modes[i:-1:2]:
+        biases.update(names)
+    if modes[-1] == "taper":
       biases.add("head")
-  ordered = tuple(name for name in BIASES if name in biases)
-  return config.replace(biases=ordered, **changes)
+  return config.with_modes(
+    ["none" if mode == "taper" else mode for mode in modes]
+  ).replace(
+    biases=tuple(name for name in BIASES if name in biases),
+    tied=config.tied and modes[-1] != "taper",
+  )
 
 
 def check_config(config: ModelConfig) -> None:
   """Raises UserError where the model has no tapered norm to fold."""
-  modes = (config.internal_norm, config.final_norm)
-  if "taper" in modes:
+  if config.tapered_sites:
     return
+  modes = (config.internal_norm, config.final_norm)
   if "fake" in modes:
     raise UserError(
       "internal_norm=fake: the norms of this FakeLN run are not all cut, but "
       "folding needs gate 0; finish the run, then fold"
     )
-  if "none" in modes:
+  if "none" in config.modes:
     raise UserError(
       f"internal_norm={modes[0]} and final_norm={modes[1]}: this model is "
       "folded already; use it as it is"
@@ -126,7 +127,7 @@ def check_c(c_S: np.ndarray, config: ModelConfig, then: str = "fold") -> None:
   sites = 2 * config.num_layers + 1
   if c_S.shape != (sites,):
     raise ValueError(f"c has shape {c_S.shape}, the model {sites} norm sites")
-  names = calibration.site_names(config.num_layers)
+  names = site_names(config.num_layers)
   for site in config.tapered_sites:
     if not (np.isfinite(c_S[site]) and c_S[site] > 0):
       raise UserError(
@@ -142,14 +143,28 @@ def _readers(config: ModelConfig) -> dict[tuple[str, str], tuple[str, ...]]:
   return {("attn_norm", "attn"): ("q", "k", "v"), ("mlp_norm", "mlp"): mlp}
 
 
-def _fold_block(block: dict, c_2: np.ndarray, config: ModelConfig) -> None:
-  """Folds both norms of one block, or of all when stacked (c_2 is c_2N)."""
-  for c, ((norm, module), names) in zip(
-    c_2, _readers(config).items(), strict=True
+def _fold_block(
+  block: dict, c_2: np.ndarray, modes: Sequence[str], config: ModelConfig
+) -> None:
+  """Folds the norms of one block, or of all when stacked (c_2 is c_2N).
+
+  Next to a norm that stays, a projection gets a bias of zeros where its likes
+  in other blocks gain one, since `biases` holds for all blocks.
+  """
+  biases = folded_config(config).biases
+  for c, mode, ((norm, module), names) in zip(
+    c_2, modes, _readers(config).items(), strict=True
   ):
-    gains = block.pop(norm)
+    gains = block.pop(norm) if mode == "taper" else None
     for name in names:
-      _fold_linear(block[module][name], gains, c, config)
+      linear = block[module][name]
+      if gains is not None:
+        _fold_linear(linear, gains, c, config)
+      elif name in biases and "bias" not in linear:
+        kernel = linear["kernel"]
+        lead = np.ndim(c)
+        shape = kernel.shape[:lead] + kernel.shape[lead + 1 :]
+        linear["bias"] = _like(np.zeros(shape), kernel)
 
 
 def _fold_linear(linear: dict, norm: dict, c, config: ModelConfig) -> None:
@@ -217,15 +232,16 @@ def folded_tensors(config: ModelConfig) -> list[dict[str, str]]:
       }
 
   found = []
-  if config.internal_norm == "taper":
-    for n in range(config.num_layers):
-      block, index = f"block_{n}", ""
-      if config.scan_layers:
-        block, index = "blocks", f"[{n}]"
-      for (norm, module), names in _readers(config).items():
-        for name in names:
-          site = f"block_{n}.{norm}"
-          found += entries(f"{block}/{module}", name, index, site, "W")
+  readers, sites = list(_readers(config).items()), site_names(config.num_layers)
+  for i in config.tapered_sites:
+    if i == 2 * config.num_layers:
+      continue
+    n, (_, module), names = i // 2, *readers[i % 2]
+    block, index = f"block_{n}", ""
+    if config.scan_layers:
+      block, index = "blocks", f"[{n}]"
+    for name in names:
+      found += entries(f"{block}/{module}", name, index, sites[i], "W")
   if config.final_norm == "taper":
     source = "embedding^T" if config.tied else "W"
     for entry in entries("", "head", "", "final_norm", source):

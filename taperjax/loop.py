@@ -31,7 +31,6 @@ import numpy as np
 
 from taperjax import (
   anchor,
-  calibration,
   checkpoint,
   config as config_lib,
   data as data_lib,
@@ -474,7 +473,7 @@ class Run:
     k, sites = _step_of(state), self.config.model.tapered_sites
     taper = (state.taper.scale_target, state.taper.c)
     target, c = (self._live(value) for value in jax.device_get(taper))
-    names = calibration.site_names(self.config.model.num_layers)
+    names = config_lib.site_names(self.config.model.num_layers)
     values = {"scale_target": target}
     values |= {f"c/{names[i]}": c[..., i] for i in sites}
     self.metrics.write(

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from taperjax import attention, gate as gate_lib, norms
-from taperjax.config import ModelConfig
+from taperjax.config import ModelConfig, site_names
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -130,6 +130,7 @@ class Block(nn.Module):
 
   config: ModelConfig
   phase: str
+  modes: tuple[str, ...]  # of its two norms, see ModelConfig
   watched: bool = False  # the mean square of what leaves it is wanted
 
   @nn.compact
@@ -137,7 +138,7 @@ class Block(nn.Module):
     cfg = self.config
 
     def norm(name, h_BLD, i):
-      mode, eps = cfg.internal_norm, cfg.norm_eps
+      mode, eps = self.modes[i], cfg.norm_eps
       if mode == "fake":  # c is (3, 3): for q and k, for v, for the MLP
         site = norms.FakeNorm(cfg.norm, eps, name=name)
         c_R3 = c[:2] if name == "attn_norm" else c[2:]
@@ -205,7 +206,7 @@ class Transformer(nn.Module):
       |h|^2 / D of each token before the first block and behind each block.
     """
     cfg = self.config
-    tapers = "taper" in (cfg.internal_norm, cfg.final_norm)
+    tapers = "taper" in cfg.modes
     fake = cfg.internal_norm == "fake"  # and the final norm, too
     phase = norms.phase_of(gate if tapers else 1.0)
     if c is None:
@@ -259,7 +260,7 @@ class Transformer(nn.Module):
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast, 0, *[nn.broadcast] * 3),
         length=cfg.num_layers,
-      )(cfg, phase, watched, name="blocks")
+      )(cfg, phase, cfg.modes[:2], watched, name="blocks")
       h_BLD, (sums_N22, _, square_NBL) = blocks(
         h_BLD, c_N, None, gate_N2, position_BL, mask_BL, kind_BL
       )
@@ -267,7 +268,8 @@ class Transformer(nn.Module):
     else:
       sums, caches, squares = [], [], []
       for n in range(cfg.num_layers):
-        block = kind_of_block(cfg, phase, watched, name=f"block_{n}")
+        modes = cfg.modes[2 * n : 2 * n + 2]
+        block = kind_of_block(cfg, phase, modes, watched, name=f"block_{n}")
         past = None if cache is None else cache[n]
         h_BLD, (sums_22, past, square_BL) = block(
           h_BLD, c_N[n], past, gate_N2[n], position_BL, mask_BL, kind_BL
@@ -341,13 +343,13 @@ def add_tapers(params: dict, config: ModelConfig) -> dict:
     return {**norm, "taper_scale": jnp.copy(norm["scale"])}
 
   params = dict(params)
-  if config.internal_norm == "taper":
-    for n in range(config.num_layers):
-      block = params[f"block_{n}"]
-      norms = {name: tapered(block[name]) for name in ("attn_norm", "mlp_norm")}
-      params[f"block_{n}"] = {**block, **norms}
-  if config.final_norm == "taper":
-    params["final_norm"] = tapered(params["final_norm"])
+  names = site_names(config.num_layers)
+  for site in config.tapered_sites:
+    block, _, norm = names[site].rpartition(".")
+    if block:
+      params[block] = {**params[block], norm: tapered(params[block][norm])}
+    else:
+      params[norm] = tapered(params[norm])
   return params
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from taperjax import calibration, drawing, evaluation, model, step
-from taperjax.config import ModelConfig
+from taperjax.config import ModelConfig, site_names
 from taperjax.data import files
 from taperjax.errors import UserError
 from taperjax.metrics import Progress
@@ -47,10 +47,8 @@ def open_sites(config: ModelConfig, gate: float) -> list[int]:
       f"gate={gate:g}: this model is between norms and fixed maps; probe a "
       "checkpoint at gate 1 (every norm stands) or 0"
     )
-  modes = [config.internal_norm] * (2 * config.num_layers)
   standing = ("norm", "taper") if gate == 1.0 else ("norm",)
-  modes.append(config.final_norm)
-  found = [i for i, mode in enumerate(modes) if mode in standing]
+  found = [i for i, mode in enumerate(config.modes) if mode in standing]
   if not found:
     raise UserError(
       "no norm is left to probe: all of them are fixed maps or folded; probe "
@@ -118,13 +116,11 @@ def probe(
   found = open_sites(config, gate)
   passes = 2 * len(found)  # none, each, and the first 2, 3, ...
   total = len(calibration_batches) + passes * len(batches)
-  names = calibration.site_names(config.num_layers)
+  names = site_names(config.num_layers)
   params = jax.device_put(_with_fixed_gains(params, gate))
-  config = config.replace(**{
-    name: "taper"
-    for name in ("internal_norm", "final_norm")
-    if getattr(config, name) == "norm"
-  })
+  config = config.with_modes(
+    ["taper" if mode == "norm" else mode for mode in config.modes]
+  )
   gate_S = np.zeros(len(names), bool)
   gate_S[found] = True
   done = 0

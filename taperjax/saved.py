@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from taperjax import (
-  calibration,
   checkpoint,
   config as config_lib,
   fakeln,
@@ -335,7 +334,7 @@ def site_factors(
   config: config_lib.ModelConfig, c_S: jax.Array
 ) -> list[dict[str, Any]]:
   """c by tapered site, with names, in the order of the model."""
-  names = calibration.site_names(config.num_layers)
+  names = config_lib.site_names(config.num_layers)
   c_S = np.asarray(c_S)
   return [
     {"site": names[i], "c": float(c_S[i])} for i in config.tapered_sites

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from taperjax import calibration, model, norms
+from taperjax import calibration, config as config_lib, model, norms
 from tests import tiny
 
 B, L, D, S = tiny.B, tiny.L, tiny.D, tiny.S
@@ -209,4 +209,4 @@ def test_site_names_are_in_the_order_of_c():
   config = tiny.model_config()
   inputs, _ = activations(config, tiny.params(config), None)
   names = [name.replace("/", ".") for name in inputs]
-  assert calibration.site_names(config.num_layers) == names
+  assert config_lib.site_names(config.num_layers) == names

@@ -42,7 +42,7 @@ MESSAGES = [
   (
     {"taper__xyz": 5},
     "taper.xyz is not a config field; the fields are calibrate, ema_rate, end, "
-    "scale_loss_schedule, scale_loss_weight, shape, start, train_gain",
+    "scale_loss_schedule, scale_loss_weight, shape, sites, start, train_gain",
   ),
   (
     # The nearest name that may be given, not model.norm, which may not.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import taperjax
-from taperjax import api, calibration, cli, losses, model, probing, saved
+from taperjax import api, cli, losses, model, probing, saved
+from taperjax.config import site_names
 from taperjax.data import windows
 from taperjax.data.tokenizer import ByteTokenizer
 from taperjax.errors import UserError
@@ -18,7 +19,7 @@ from tests import tiny
 
 L = tiny.M
 STREAM = np.asarray(tiny.tokens(1, 20 * L + 5))[0]  # 21 windows, one short
-SITES = calibration.site_names(tiny.N)
+SITES = site_names(tiny.N)
 KINDS = {"rms": tiny.model_config(), "layer": tiny.gpt2_config()}
 
 

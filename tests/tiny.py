@@ -102,6 +102,7 @@ def fields(**changes) -> dict:
       "calibrate": True,
       "train_gain": True,
       "scale_loss_schedule": "constant",
+      "sites": None,
     },
     "optimizer": {
       "learning_rate": 1e-2,

@@ -118,7 +118,13 @@ def forward_lines(config: ModelConfig) -> list[str]:
     "rms": "h / sqrt(mean(h^2) + eps) * scale",
     "layer": "(h - mean(h)) / sqrt(var(h) + eps) * scale + bias",
   }[config.norm]
-  has = lambda mode: norm if mode == "norm" else "h, for this norm is folded"
+  folded = "h, for this norm is folded"
+  has = lambda mode: norm if mode == "norm" else folded
+  internal = has(config.internal_norm)
+  if config.internal_norm == "mixed":
+    names = config_lib.site_names(config.num_layers)[:-1]
+    kept = [n for n, mode in zip(names, config.modes) if mode == "norm"]
+    internal = f"{norm} in {', '.join(kept)}; elsewhere {folded}"
   learned = config.positions == "learned"
   up = add("up", "x W_up")
   hidden = {
@@ -129,7 +135,7 @@ def forward_lines(config: ModelConfig) -> list[str]:
   lines = [
     "h = embed[token]" + (" + position_embed[position]" if learned else ""),
     "each block: h = h + attn(attn_norm(h)), then h = h + mlp(mlp_norm(h))",
-    f"attn_norm(h), mlp_norm(h) = {has(config.internal_norm)}; eps = norm_eps",
+    f"attn_norm(h), mlp_norm(h) = {internal}; eps = norm_eps",
     "attn(x): " + ", ".join(add(n, f"{n} = x W_{n}") for n in "qkv")
     + "; kernels (width, heads, head_dim)",
     "a = softmax(q k / sqrt(head_dim)) v over earlier positions and its own; "

@@ -73,6 +73,8 @@ def text(report: dict[str, Any]) -> str:
     ("taper", "norm"): f"internal {kind}s removed, the final one real",
     ("norm", "taper"): f"the final {kind} removed, the internal ones real",
     ("taper", "taper"): f"every {kind} removed",
+    ("mixed", "norm"): f"some internal {kind}s removed, the others real",
+    ("mixed", "taper"): f"some internal {kind}s and the final one removed",
   }
   modes = tuple(
     "taper" if mode == "none" else mode

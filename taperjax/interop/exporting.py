@@ -126,6 +126,14 @@ def form_of(model: saved.Model, to: str, dtype: str, remote_code: bool) -> Form:
       f"gate={model.gate:.4g} at step {model.step}: an export holds the model "
       "at gate 0 alone; finish the run, then export"
     )
+  if model.config.internal_norm == "mixed" and to not in (
+    "stablehlo", "safetensors"
+  ):
+    raise UserError(
+      f"internal_norm=mixed: some of the internal norms taper and some do not "
+      f"(taper.sites), which {to} has no place for; export to stablehlo or "
+      "safetensors"
+    )
   if to == "gguf" or to == "hf" and not remote_code:
     params, config, info = stock.stock_form(
       model.params, model.c, model.config, dtype=dtype
@@ -135,7 +143,7 @@ def form_of(model: saved.Model, to: str, dtype: str, remote_code: bool) -> Form:
   name = "plain"
   if model.tapered:
     params, config = folding.fold(params, model.c, config)
-  if "none" in (config.internal_norm, config.final_norm):
+  if "none" in config.modes:
     name = "folded"
   return Form(params, config, name, {})
 

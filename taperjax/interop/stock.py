@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from taperjax import calibration, folding, model
-from taperjax.config import BIASES, ModelConfig
+from taperjax import folding, model
+from taperjax.config import BIASES, ModelConfig, site_names
 from taperjax.errors import UserError
 from taperjax.interop import gpt2
 
@@ -52,6 +52,11 @@ def stock_form(
   """
   modes = (config.internal_norm, config.final_norm)
   told = f"internal_norm={modes[0]} and final_norm={modes[1]}"
+  if modes[0] == "mixed":
+    raise UserError(
+      f"{told}: stock classes have one eps for all norms; export to stablehlo "
+      "or safetensors"
+    )
   if "none" in modes:
     raise UserError(
       f"{told}: stock classes have no model without norms; export the unfolded "
@@ -91,7 +96,7 @@ def huge_eps(
       "its range; use bfloat16 or float32, or export with --remote-code"
     )
   c_S = np.asarray(c, np.float64)
-  names = calibration.site_names(config.num_layers)
+  names = site_names(config.num_layers)
   folding.check_c(c_S, config, "export")
   params, config = _numpy(params, config)
   norms = _norms(params, config)

@@ -85,8 +85,8 @@ _PLACES = ("seeds", "data.folder", "checkpoint.")
 # a baseline another one.
 _NOT_OF_BASELINE = (
   "variant", "taper.", "fakeln.", "fold.", "model.internal_norm",
-  "model.final_norm", "model.eot_id", "log_every", "eval.every", "eval.prompt",
-  "eval.sample_tokens",
+  "model.internal_modes", "model.final_norm", "model.eot_id", "log_every",
+  "eval.every", "eval.prompt", "eval.sample_tokens",
 )
 _LARGEST = 1e60  # far beyond float32, and no mean or ratio overflows
 BASELINES = ("baseline", "vanilla")
