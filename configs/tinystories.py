@@ -92,7 +92,8 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   o.clip_norm = 1.0  # global norm
 
   c.data = d = config_dict.ConfigDict()
-  d.train = "tinystories"  # or tinystories-v2, tfds:NAME/SPLIT, corpus, a file
+  # Or tinystories-v2, tfds:NAME/SPLIT, corpus, alphabet, a file.
+  d.train = "tinystories"
   d.valid = "tinystories"
   d.tokenizer = "sentencepiece"  # or "bytes", or a path to a tokenizer.json
   d.vocab_size = config_dict.placeholder(int)  # None: the tokenizer's own

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
   from taperjax.data.tokenizer import Tokenizer
   from taperjax.data.tokens import TokenFile
 
+# Of data.train=alphabet: 666,000 tokens, and 67,000 for validation.
+_ALPHABET_DOCUMENTS = {"train": 20_000, "valid": 2_000}
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -45,14 +48,15 @@ def load_data(
   """Finds or makes the tokens of a run; all that is made lies in `folder`.
 
   Args:
-    train: "corpus" (the embedded corpus), "tinystories", "tinystories-v2",
-      "tfds:NAME/SPLIT", or a .txt, .jsonl or .parquet file.
+    train: "corpus" (the embedded corpus), "alphabet" (see data/alphabet.py),
+      "tinystories", "tinystories-v2", "tfds:NAME/SPLIT", or a .txt, .jsonl or
+      .parquet file.
     valid: likewise.
     tokenizer: "sentencepiece" (trained on the training text), "bytes", or a
       tokenizer.json, a .model, or a folder with a saved tokenizer.
     vocab_size: of a trained tokenizer, special pieces included.
     folder: made if missing; several runs may share it at the same time.
-    seed: of the embedded corpus.
+    seed: of the embedded corpus and of the alphabet.
     corpus_stories: stories of its training part; validation has a tenth. None
       where neither text is the corpus.
     log: takes lines on what is waited for, or made anew and why.
@@ -115,7 +119,7 @@ def _source(
   seed: int,
   num_stories: int | None,
 ) -> Source:
-  from taperjax.data import corpus, files, text
+  from taperjax.data import alphabet, corpus, files, text
 
   if spec == "corpus":
     version = files.sha256_of_files([pathlib.Path(corpus.__file__)])[:8]
@@ -123,6 +127,13 @@ def _source(
     if not path.exists():
       corpus.write_corpus(path, num_stories, seed)
     # Without the folder, so that a moved workdir keeps its names.
+    return dataclasses.replace(text.file_source(path), name=path.name)
+  if spec == "alphabet":
+    version = files.sha256_of_files([pathlib.Path(alphabet.__file__)])[:8]
+    number = _ALPHABET_DOCUMENTS[part]
+    path = folder / f"alphabet-{seed}-{number}-{version}.txt"
+    if not path.exists():
+      alphabet.write_alphabet(path, number, seed)
     return dataclasses.replace(text.file_source(path), name=path.name)
   if spec in ("tinystories", "tinystories-v2"):
     from taperjax.data import tinystories
