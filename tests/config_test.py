@@ -8,6 +8,7 @@ import pytest
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+import configs.chase
 import configs.tinystories
 from taperjax import config as config_lib
 from taperjax.errors import UserError
@@ -600,6 +601,27 @@ def test_the_tinystories_file_names_the_sizes():
   assert get_config("3m").variant == "internal_aux"
   with pytest.raises(ValueError, match="size '2m'; use one of 1m, 3m, 9m, 30m"):
     get_config("2m,all")
+
+
+def test_the_chase_file_parses_and_varies_the_variant_alone():
+  """Its table compares logit norms: nothing else may differ."""
+  seen = []
+  for variant in config_lib.VARIANTS:
+    config = config_lib.parse(configs.chase.get_config(variant))
+    assert config.variant == variant
+    rest = config_lib.to_dict(config)
+    for group, field in (
+      (rest, "variant"), (rest["model"], "internal_norm"),
+      (rest["model"], "final_norm"),
+    ):
+      del group[field]
+    seen.append(rest)
+  assert seen == [seen[0]] * len(config_lib.VARIANTS)
+  default = config_lib.parse(configs.chase.get_config())
+  assert default.variant == "final" and default.data.train == "alphabet"
+  assert default.optimizer.final_learning_rate > 0  # else the chase ends
+  steps = default.taper_steps
+  assert default.warmup_steps <= steps.start < steps.end < default.steps
 
 
 def override(monkeypatch, *arguments):
