@@ -123,7 +123,8 @@ def forward_lines(config: ModelConfig) -> list[str]:
   internal = has(config.internal_norm)
   if config.internal_norm == "mixed":
     names = config_lib.site_names(config.num_layers)[:-1]
-    kept = [n for n, mode in zip(names, config.modes) if mode == "norm"]
+    modes = config.internal_modes
+    kept = [n for n, mode in zip(names, modes, strict=True) if mode == "norm"]
     internal = f"{norm} in {', '.join(kept)}; elsewhere {folded}"
   learned = config.positions == "learned"
   up = add("up", "x W_up")
