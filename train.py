@@ -50,7 +50,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
         group[name] = None
     except (flags.Error, AttributeError, LookupError, TypeError,
             ValueError) as error:
-      raise UserError(str(error)) from error
+      text = str(error)
+      if isinstance(error, flags.UnrecognizedFlagError):
+        text += "; see train.py --help"
+      raise UserError(text) from error
     if len(rest) > 1:
       raise UserError(f"stray argument {rest[1]!r}; options start with --")
   return rest

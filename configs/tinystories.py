@@ -37,6 +37,9 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   c.context_len = 512  # tokens; section 5.1
   c.compute_dtype = "float32"  # or "bfloat16"; [U], ours
   c.log_every = 10  # steps
+  # A step that is not finite stops the run; "skip" leaves all but the gate as
+  # it was and goes on, and stops after ten such steps in a row.
+  c.nonfinite = "stop"
 
   c.model = m = config_dict.ConfigDict()
   m.num_layers = 8  # section 5.1

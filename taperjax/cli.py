@@ -193,12 +193,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
   program = f"taperjax {args.command}"
   with unwind_sigterm(), report_errors(program, args.debug):
+    _check_named(args)
     result = args.run(args)
     if args.json:
       from taperjax.summary import strict
 
       print(json.dumps(strict(result), allow_nan=False))
     sys.stdout.flush()
+
+
+def _check_named(args: argparse.Namespace) -> None:
+  """Refuses an empty name, which would mean the current folder."""
+  for name, value in vars(args).items():
+    given = value if isinstance(value, list) else [value]
+    if "" in given and name != "prompt":
+      raise UserError(
+        f"{name}='' is empty; name a file or a folder, . for the current one"
+      )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -264,6 +264,7 @@ class Config:
   init: InitConfig = InitConfig(None)  # defaults: runs saved before these were
   lora: LoraConfig = LoraConfig(0, 1.0, ())
   fakeln: FakelnConfig = FakelnConfig(20, 2, 2, 3, 2, 10, 0.9)
+  nonfinite: str = "stop"  # at a step that is not finite, or "skip" it
 
   @property
   def tapers(self) -> bool:
@@ -744,6 +745,13 @@ def _check(config: Config) -> None:
         f"{name}={value} must be at least 0 and below 1, for example "
         f"{_EXAMPLES[name]}"
       )
+  _choice("nonfinite", config.nonfinite, ("stop", "skip"))
+  if config.nonfinite == "skip" and len(config.seeds) > 1:
+    raise UserError(
+      f"nonfinite='skip' with seeds={config.seeds}: of several seeds one that "
+      "is not finite is frozen and the others go on; set nonfinite='stop', or "
+      "give one seed"
+    )
   _choice("taper.shape", taper.shape, ("cosine", "linear", "step"))
   schedules = ("constant", "taper")
   _choice("taper.scale_loss_schedule", taper.scale_loss_schedule, schedules)

@@ -163,6 +163,7 @@ class Run:
     self.seeds = self.config.seeds
     self.many = len(self.seeds) > 1
     self.diverged = [0] * len(self.seeds)  # step of each seed, or 0
+    self.skipped = self.in_a_row = 0  # steps that were not finite
     self._check_lengths()
     if overwrite:  # only now: a mistake above must not cost the earlier run
       workdir_lib.clean(workdir, results=True)
@@ -370,6 +371,7 @@ class Run:
       n: np.float64(v) if np.ndim(v) else v for n, v in meta["interval"].items()
     }
     self.diverged = meta.get("diverged", self.diverged)
+    self.skipped = meta.get("skipped", 0)
     self.earlier_s = meta["wall_s"]
     say(f"resuming at step {step} of {self.config.steps}")
     return state
@@ -381,8 +383,12 @@ class Run:
     values = {n: np.float64(v) for n, v in jax.device_get(values).items()}
     if self.many:
       self._mask_diverged(values)
+    elif values.pop("skipped", 0.0):
+      self._skip(k, values)
+      return
     else:
       self._check_finite(k, values)
+    self.in_a_row = 0
     sums = self.interval
     for name in ("loss", "scale_loss", "clipped"):
       sums[name] = sums[name] + values[name]
@@ -403,6 +409,21 @@ class Run:
     self.interval = _empty_interval()
     self.metrics.write(k, values)
     self.progress.update(k, **shown, tokens_per_s=self.rate.last)
+
+  def _skip(self, k: int, values: dict[str, np.ndarray]) -> None:
+    """Records a step that changed nothing; stops at the tenth in a row.
+
+    It is not among the means; where a record was due, the next one has them.
+    """
+    bad = metrics_lib.finite(values)
+    self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+    self.metrics.write(k, values | {"skipped": self.skipped}, "skipped")
+    say(
+      f"{bad} at step {k} is not finite; skipped, {self.skipped} so far",
+      self.progress,
+    )
+    if self.in_a_row == _SKIPS_IN_A_ROW:
+      self._stop_not_finite(k, f"{bad}, {self.in_a_row} steps in a row,")
 
   def _mask_diverged(self, values: dict[str, np.ndarray]) -> None:
     """Takes `diverged` out, tells what is new in it, and blanks these seeds."""
@@ -513,11 +534,12 @@ class Run:
       id_bytes=self.data.tokenizer.id_bytes(),
     )
 
-  def _evaluate(self, state: state_lib.TrainState) -> float:
+  def _evaluate(self, state: state_lib.TrainState) -> float | None:
     """Validation of every seed at its gate and at g = 0, and sampled stories.
 
     Returns:
-      The validation loss at the current gate, a mean over the seeds.
+      The validation loss at the current gate, a mean over the seeds; None
+      where it is not finite and the run skips that.
     """
     k = _step_of(state)
     found, self.final_valid = [], []
@@ -526,6 +548,11 @@ class Run:
       if not self.diverged[i]:
         one = state_lib.take_seed(state, i) if self.many else state
         values, now = self._evaluate_seed(one, seed)
+        skips = self.config.nonfinite == "skip" and k < self.config.steps
+        if skips and (bad := metrics_lib.finite(values)):
+          self.metrics.write(k, values, "skipped")
+          say(f"step {k}: {bad} is not finite; training goes on", self.progress)
+          return None
         if not self.many:
           self._check_finite(k, values)
         elif bad := metrics_lib.finite(values):
@@ -688,6 +715,8 @@ class Run:
       "commit": commit(),
       "versions": versions(),
     }
+    if self.config.nonfinite == "skip":
+      meta["skipped"] = self.skipped
     return meta | ({"diverged": self.diverged} if self.many else {})
 
   def _relative(self, path: pathlib.Path) -> str:
@@ -737,6 +766,8 @@ class Run:
     }
     if self.many:
       summary["diverged"] = [k or None for k in self.diverged]
+    if config.nonfinite == "skip":
+      summary["skipped_steps"] = self.skipped
     workdir_lib.check_there(self.workdir)
     write_json(self.workdir / "summary.json", summary)
     print_table(summary)
@@ -841,6 +872,9 @@ class _Rate:
     rate = self.steps * self.tokens / seconds if seconds > 0 else None
     self.since, self.steps, self.last = now, 0, rate
     return rate
+
+
+_SKIPS_IN_A_ROW = 10  # as many and the run stops: it learns nothing
 
 
 def _empty_interval() -> dict[str, Any]:

@@ -73,7 +73,8 @@ def make_train_step(
     are float32 scalars on the device. Jitted, the state is donated. With
     `micro_batches` the batch is walked in parts whose sums, not means, add up.
     With several seeds the state is `state.SeedStates`, tokens are
-    (S, B, L + 1) and metrics (S,), `diverged` among them.
+    (S, B, L + 1) and metrics (S,), `diverged` among them. With
+    nonfinite="skip" the metrics hold `skipped`, 0 or 1.
   """
   tx = state_lib.make_tx(config)
   schedule = state_lib.make_schedule(config)
@@ -193,6 +194,8 @@ def make_train_step(
   if len(config.seeds) > 1:
     step = jax.vmap(_unless_diverged(train_step), in_axes=(0, 0, None))
     return jax.jit(step, donate_argnums=0)
+  if config.nonfinite == "skip":
+    train_step = _skip_nonfinite(train_step)
   return jax.jit(train_step, donate_argnums=0)
 
 
@@ -202,18 +205,37 @@ def scale_loss_weight(taper: TaperConfig, gate: Any) -> Any:
   return taper.scale_loss_weight * share
 
 
-def _unless_diverged(train_step):
-  """A step that freezes its seed where a metric is not finite.
+def _finite(metrics: dict[str, jax.Array]) -> jax.Array:
+  """Whether a step may count; the norm of the gradients is among its metrics,
+  so that no update with a NaN gets through."""
+  return jnp.all(jnp.isfinite(jnp.stack(list(metrics.values()))))
 
-  The norm of the gradients is one of the metrics, so that no update with a NaN
-  gets through. The step counter and the gate go on, equal for all seeds.
+
+def _skip_nonfinite(train_step):
+  """A step that leaves all but its number and the gate where it is not finite.
+
+  Its own metrics are returned as they are.
   """
 
   def step(state, tokens_BL1, mask_BL):
     new, metrics = train_step(state, tokens_BL1, mask_BL)
-    finite = jnp.all(jnp.isfinite(jnp.stack(list(metrics.values()))))
+    finite = _finite(metrics)
+    new = _keep_where(finite, new, state)
+    return new, metrics | {"skipped": 1.0 - finite.astype(jnp.float32)}
+
+  return step
+
+
+def _unless_diverged(train_step):
+  """A step that freezes its seed where a metric is not finite.
+
+  The step counter and the gate go on, equal for all seeds.
+  """
+
+  def step(state, tokens_BL1, mask_BL):
+    new, metrics = train_step(state, tokens_BL1, mask_BL)
     diverged = jnp.where(
-      (state.diverged == 0) & ~finite, new.step, state.diverged
+      (state.diverged == 0) & ~_finite(metrics), new.step, state.diverged
     )
     new = _keep_diverged(new.replace(diverged=diverged), state)
     return new, metrics | {"diverged": diverged}
@@ -223,9 +245,14 @@ def _unless_diverged(train_step):
 
 def _keep_diverged(new, state):
   """`new`, or what a frozen seed had before but for its step and gate."""
+  return _keep_where(new.diverged == 0, new, state)
+
+
+def _keep_where(good, new, state):
+  """`new` where a step was good, else `state` with the step and gate of new."""
   names = ("params", "opt_state", "taper")
   kept = jax.tree.map(
-    lambda now, before: jnp.where(new.diverged == 0, now, before),
+    lambda now, before: jnp.where(good, now, before),
     *([getattr(s, name) for name in names] for s in (new, state)),
   )
   return new.replace(**dict(zip(names, kept, strict=True)))

@@ -49,6 +49,11 @@ def open_workdir(
   if workdir is None:
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     workdir = f"runs/{now}_{label}"
+  if not os.fspath(workdir):
+    raise UserError(
+      "workdir='' is empty; name a folder, . for the current one, or leave it "
+      "out"
+    )
   path = pathlib.Path(workdir)
   try:
     path.mkdir(parents=True, exist_ok=True)

@@ -442,6 +442,10 @@ def test_info_counts_a_config_without_any_file(
     (["eval"], "the following arguments are required: model; see taperjax"),
     (["evaluate", "{run}"], "invalid choice: 'evaluate'"),
     (["eval", "{run}", "--gate", "half"], "invalid float value: 'half'"),
+    (["eval", ""], "model='' is empty; name a file or a folder"),
+    (["import", "", "{none}"], "source='' is empty; name a file or a folder"),
+    (["import", "{none}", ""], "workdir='' is empty; name a file or a folder"),
+    (["eval", "{run}", "--data", "x", ""], "data='' is empty; name a file or"),
   ],
 )
 def test_mistake_is_one_line(fails, tapered, tmp_path, arguments, message):

@@ -587,3 +587,31 @@ def test_remat_changes_nothing_but_the_memory(scan):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *found
   )
+
+
+def test_a_step_that_is_not_finite_may_be_skipped():
+  """A NaN weight makes every gradient NaN; step and gate go on without it."""
+  config = tiny.config(nonfinite="skip", model__num_layers=1)
+  plain = tiny.config(model__num_layers=1)
+  tokens, mask = np.asarray(tiny.tokens(length=L + 1)), np.asarray(tiny.mask())
+  new = step.make_train_step(config, gate_lib.NORM)
+  state = tiny.train_state(config)
+  before = jax.device_get(state)
+  bad = mask.copy()
+  bad[0, 0] = np.nan
+  after, metrics = jax.device_get(new(state, tokens, bad))
+  assert metrics["skipped"] == 1.0 and np.isnan(metrics["loss"])
+  assert (before.step, after.step, after.gate) == (0, 1, 1.0)
+  for name in ("params", "opt_state", "taper"):
+    same = jax.tree.map(
+      np.array_equal, getattr(before, name), getattr(after, name)
+    )
+    assert jax.tree.all(same), name
+  good, metrics = jax.device_get(new(tiny.train_state(config), tokens, mask))
+  want, _ = jax.device_get(
+    step.make_train_step(plain, gate_lib.NORM)(
+      tiny.train_state(plain), tokens, mask
+    )
+  )
+  assert metrics["skipped"] == 0.0
+  jax.tree.map(np.testing.assert_array_equal, good.params, want.params)

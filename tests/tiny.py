@@ -75,6 +75,7 @@ def fields(**changes) -> dict:
     "context_len": L,
     "compute_dtype": "float32",
     "log_every": 1,
+    "nonfinite": "stop",
     "model": {
       "num_layers": N,
       "embed_dim": D,
