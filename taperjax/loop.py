@@ -497,6 +497,8 @@ class Run:
     names = config_lib.site_names(self.config.model.num_layers)
     values = {"scale_target": target}
     values |= {f"c/{names[i]}": c[..., i] for i in sites}
+    if not self.many:  # no step of the norm phase was finite
+      self._check_finite(k, values)
     self.metrics.write(
       k, {n: _json(v) for n, v in values.items()}, "calibration"
     )

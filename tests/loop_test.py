@@ -533,3 +533,56 @@ def test_a_gate_0_loss_that_is_not_finite_in_the_taper_does_not_stop_a_run(
     if record["kind"] == "eval"
   ]
   assert [record["valid_loss_g0"] is None for record in evals] == [True, False]
+
+
+def _with_bad_steps(monkeypatch, bad):
+  """Every weight of these steps is NaN, and so is all that comes of them."""
+  make_train_step = loop.step_lib.make_train_step
+
+  def broken(config, phase):
+    step = make_train_step(config, phase)
+
+    def call(state, tokens, mask):
+      worse = math.nan if int(state.step) + 1 in bad else 1.0
+      return step(state, tokens, mask * worse)
+
+    return call
+
+  monkeypatch.setattr(loop.step_lib, "make_train_step", broken)
+
+
+def test_skipped_steps_are_recorded_and_a_resumed_run_knows_them(
+  root, tmp_path, monkeypatch
+):
+  """Steps 3 (norm phase) and 6 (taper); the run stops between them and goes
+  on. Means leave them out, and the parameters are the same bits either way.
+  """
+  _with_bad_steps(monkeypatch, {3, 6})
+  whole = runs.train(root, tmp_path / "whole", nonfinite="skip")
+  assert whole["skipped_steps"] == 2
+  rows = runs.records(tmp_path / "whole")
+  skipped = [(r["step"], r["skipped"]) for r in rows if r["kind"] == "skipped"]
+  assert skipped == [(3, 1), (6, 2)]
+  assert all(
+    math.isfinite(r["loss"]) for r in rows if r["kind"] == "train"
+  )
+  runs.train(root, tmp_path / "parts", nonfinite="skip", stop_after=5)
+  parts = runs.train(root, tmp_path / "parts", nonfinite="skip")
+  assert parts["skipped_steps"] == 2
+  runs.assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_ten_skipped_steps_in_a_row_stop_the_run(root, tmp_path, monkeypatch):
+  _with_bad_steps(monkeypatch, set(range(1, 11)))
+  with pytest.raises(loop.NotFinite, match="10 steps in a row, at step 10"):
+    runs.train(root, tmp_path / "run", nonfinite="skip", variant="baseline",
+               eval__every=10, checkpoint__every=10)
+
+
+def test_without_a_finite_step_there_is_no_calibration(
+  root, tmp_path, monkeypatch
+):
+  _with_bad_steps(monkeypatch, {1, 2, 3, 4})
+  with pytest.raises(loop.NotFinite, match="scale_target=nan at step 4"):
+    runs.train(root, tmp_path / "run", nonfinite="skip", eval__every=10,
+               checkpoint__every=10)
