@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import model
+from taperjax import model, packing
 from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
@@ -193,20 +193,35 @@ def _start(
 def _extend(
   state: _State, params, gate, c, draw: _Draw, until, *, config, fixed, kind
 ) -> _State:
-  """Generates until step `until`, or until every row has stopped."""
+  """Generates until step `until`, or until every row has stopped.
+
+  params are packed, but of a FakeLN run; the loop then holds the cache in
+  another order, see `packing.enter`, and gives it back as it was.
+  """
+  gate = gate if fixed is None else fixed
+  packed = packing.packs(config)
+
+  def logits_of(state):
+    if packed:
+      return packing.step(
+        params, config, state.token_B, state.position_B, state.cache,
+        gate=gate, c=c,
+      )
+    logits_B1V, aux = model.Transformer(config).apply(
+      {"params": params},
+      state.token_B[:, None],
+      gate=gate,
+      c=c,
+      cache=state.cache,
+      position_BL=state.position_B[:, None],
+    )
+    return logits_B1V[:, 0], aux["cache"]
 
   def going(state):
     return (state.count < until) & ~jnp.all(state.done_B)
 
   def step(state):
-    logits_B1V, aux = model.Transformer(config).apply(
-      {"params": params},
-      state.token_B[:, None],
-      gate=gate if fixed is None else fixed,
-      c=c,
-      cache=state.cache,
-      position_BL=state.position_B[:, None],
-    )
+    logits_BV, cache = logits_of(state)
     keys_B = None
     if kind != "greedy":
       keys_B = jax.vmap(
@@ -214,11 +229,11 @@ def _extend(
           jax.random.fold_in(draw.key, row), place
         )
       )(draw.row_B, draw.offset_B + state.position_B + 1)
-    token_B = sample(logits_B1V[:, 0], keys_B, draw, kind)
+    token_B = sample(logits_BV, keys_B, draw, kind)
     stops_B = jnp.any(token_B[:, None] == draw.stop_S[None, :], axis=1)
     done_B = state.done_B | stops_B
     return _State(
-      cache=aux["cache"],
+      cache=cache,
       token_B=token_B,
       position_B=state.position_B + 1,
       out_BM=jax.lax.dynamic_update_slice(
@@ -229,7 +244,12 @@ def _extend(
       done_B=done_B,
     )
 
-  return jax.lax.while_loop(going, step, state)
+  if packed:
+    state = state.replace(cache=packing.enter(state.cache, state.position_B))
+  state = jax.lax.while_loop(going, step, state)
+  if packed:
+    state = state.replace(cache=packing.leave(state.cache, state.position_B))
+  return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +257,7 @@ class _Decoder:
   """A model made ready: layers unstacked, the branch of its gate chosen."""
 
   params: dict
+  packed: dict  # what the loop reads; of a FakeLN run the same
   config: ModelConfig
   gate: jax.Array
   c: jax.Array | None
@@ -263,7 +284,7 @@ class _Decoder:
   def extend(self, state, draw, until, kind) -> _State:
     return _extend(
       state,
-      self.params,
+      self.packed,
       self.gate,
       self.c,
       draw,
@@ -280,19 +301,25 @@ def _round_up(length: int) -> int:
 
 def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
   params, config = model.unstack_layers(params, config)
+  gate, c, fixed = _branch(config, gate, c)
   params = jax.tree.map(jnp.asarray, params)
+  packed = packing.pack(params, config) if packing.packs(config) else params
+  return _Decoder(params, packed, config, gate, c, fixed)
+
+
+def _branch(config: ModelConfig, gate, c):
+  """(gate, c, fixed) of a decoder; `fixed` as in `_Decoder`."""
   if config.internal_norm == "fake":  # no gate: c tells what is cut
-    c = jnp.asarray(c, jnp.float32)
-    return _Decoder(params, config, jnp.float32(1.0), c, 1.0)
+    return jnp.float32(1.0), jnp.asarray(c, jnp.float32), 1.0
   if not config.tapered_sites:
-    return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
+    return jnp.float32(1.0), None, 1.0
   gate = float(gate)
   if not 0 <= gate <= 1:
     raise UserError(
       f"gate={gate} must be between 0 and 1, for example 0 (tapered away)"
     )
   if gate == 1:
-    return _Decoder(params, config, jnp.float32(1.0), None, 1.0)
+    return jnp.float32(1.0), None, 1.0
   names = site_names(config.num_layers)
   if c is None:
     raise UserError(
@@ -306,8 +333,7 @@ def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
         f"c={c[site]:g} at {names[site]} is not a calibrated factor, which "
         f"gate={gate:.4g} needs; calibrate first, or generate at gate=1"
       )
-  fixed = 0.0 if gate == 0 else None
-  return _Decoder(params, config, jnp.float32(gate), jnp.asarray(c), fixed)
+  return jnp.float32(gate), jnp.asarray(c), 0.0 if gate == 0 else None
 
 
 def _check(prompts, config, max_new, seed, stop_ids, first_row, window) -> None:

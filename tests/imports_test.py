@@ -22,6 +22,7 @@ ROWS = [
     "evaluation", "lora", "fakeln",
   },
   {"model", "workdir"},
+  {"packing"},
   {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
   {"saved", "probing"},

@@ -1,0 +1,243 @@
+"""One token through packed weights: what the loop of `decode` repeats.
+
+`pack` is done once for each call, before the loop. The query, key and value
+projections become one matrix, gate and up another, in the compute dtype and
+stored (out, in), which a product with few rows reads fastest on a CPU. The
+cache of the loop holds (J, K, M): heads first and positions last, so that
+neither product of attention has to transpose it; and no axis of size 1, which
+XLA drops from a product by a bitcast, and copies the cache for it.
+
+Axes: B rows, D width, H heads, G key/value heads, J = B G heads of all rows,
+R = H / G readers of each, K head size, M cache length, F outputs of a product,
+V vocabulary, N layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from taperjax import attention, model, norms
+from taperjax.config import ModelConfig
+
+
+def packs(config: ModelConfig) -> bool:
+  """Whether the model has packed weights; a FakeLN run's v reads apart."""
+  return config.internal_norm != "fake"
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def pack(params: dict, config: ModelConfig) -> dict[str, Any]:
+  """The weights of one step; the parameters are left as they are.
+
+  Args:
+    params: layers unstacked.
+    config: of a model that `packs`.
+
+  Returns:
+    embed (V, D), position_embed (M, D) if learned, head {kernel (D, V), bias
+    (V,)} and final_norm, if any; and a list of layers, each with its norms and
+    qkv, o, up and down {kernel (F, in), bias (F,)}.
+  """
+  dtype = jnp.dtype(config.compute_dtype)
+
+  def rows(*linears, inputs):
+    """(in, out) kernels side by side, as one (out, in)."""
+    kernels = [x["kernel"].reshape(inputs, -1).T for x in linears]
+    packed = {"kernel": jnp.concatenate(kernels).astype(dtype)}
+    if any("bias" in x for x in linears):
+      packed["bias"] = jnp.concatenate([
+        x["bias"].reshape(-1) if "bias" in x
+        else jnp.zeros(k.shape[0], k.dtype)
+        for x, k in zip(linears, kernels, strict=True)
+      ]).astype(dtype)
+    return packed
+
+  layers = []
+  for n in range(config.num_layers):
+    block = params[f"block_{n}"]
+    attn, mlp, width = block["attn"], block["mlp"], config.embed_dim
+    first = ("gate", "up") if config.mlp == "swiglu" else ("up",)
+    layers.append({
+      "attn_norm": block.get("attn_norm"),
+      "qkv": rows(*(attn[name] for name in "qkv"), inputs=width),
+      "o": rows(attn["o"], inputs=config.num_heads * config.head_dim),
+      "mlp_norm": block.get("mlp_norm"),
+      "up": rows(*(mlp[name] for name in first), inputs=width),
+      "down": rows(mlp["down"], inputs=config.mlp_dim),
+    })
+  kernel_DV, bias_V = model.head_weights(params, config)
+  head = {"kernel": kernel_DV.astype(dtype)}
+  if bias_V is not None:
+    head["bias"] = bias_V.astype(jnp.float32)
+  packed = {
+    "embed": params["embed"]["embedding"].astype(dtype),
+    "layers": layers,
+    "final_norm": params.get("final_norm"),
+    "head": head,
+  }
+  if config.positions == "learned":
+    table_MD = params["position_embed"]["embedding"]
+    packed["position_embed"] = table_MD.astype(dtype)
+  return packed
+
+
+def enter(cache: model.Cache, position_B: jax.Array) -> model.Cache:
+  """(B, M, G, K) to the loop's (J, K, M), all rows to end at one slot.
+
+  Rows of unequal lengths are moved up until their next slots agree: so one
+  write serves them all, and stays a write in place.
+
+  Args:
+    cache: slots are positions.
+    position_B: the next position of each row.
+  """
+
+  def turn(x_BMGK):
+    x_BGKM = jnp.transpose(x_BMGK, (0, 2, 3, 1))
+    x_BGKM = _moved(x_BGKM, jnp.max(position_B) - position_B)
+    return x_BGKM.reshape(-1, *x_BGKM.shape[2:])
+
+  return jax.tree.map(turn, cache)
+
+
+def leave(cache: model.Cache, position_B: jax.Array) -> model.Cache:
+  """Undoes `enter`, at any later positions."""
+
+  def turn(x_JKM):
+    x_BGKM = x_JKM.reshape(position_B.shape[0], -1, *x_JKM.shape[1:])
+    x_BGKM = _moved(x_BGKM, position_B - jnp.max(position_B))
+    return jnp.transpose(x_BGKM, (0, 3, 1, 2))
+
+  return jax.tree.map(turn, cache)
+
+
+def _moved(x_BGKM, shift_B):
+  """Row b moved up by shift_b slots, around the end."""
+  size = x_BGKM.shape[-1]
+  from_BM = (jnp.arange(size)[None, :] - shift_B[:, None]) % size
+  return jnp.take_along_axis(
+    x_BGKM, from_BM[:, None, None, :], axis=-1, mode="promise_in_bounds"
+  )
+
+
+def step(
+  packed: dict[str, Any],
+  config: ModelConfig,
+  token_B: jax.Array,
+  position_B: jax.Array,
+  cache: model.Cache,
+  *,
+  gate: float | jax.Array,
+  c: jax.Array | None,
+) -> tuple[jax.Array, model.Cache]:
+  """Logits after one token of each row.
+
+  Args:
+    packed, config: of `pack`.
+    token_B, position_B: the tokens and their places, below M.
+    cache: from `enter`: keys and values of what came before.
+    gate, c: as in `model.Transformer`.
+
+  Returns:
+    (logits_BV, cache), the logits float32, the cache with the token in it.
+  """
+  cfg = config
+  if c is None:
+    c = jnp.zeros((2 * cfg.num_layers + 1,), jnp.float32)
+  phase = norms.phase_of(
+    gate if "taper" in (cfg.internal_norm, cfg.final_norm) else 1.0
+  )
+
+  def norm(gains, mode, site, h_B1D):
+    module = norms.Norm(cfg.norm, mode, cfg.norm_eps, phase)
+    return module.apply({"params": gains or {}}, h_B1D, gate, c[site], None)[0]
+
+  h_B1D = packed["embed"][token_B][:, None]
+  if cfg.positions == "learned":
+    h_B1D = h_B1D + packed["position_embed"][position_B][:, None]
+  turn = _rotation(cfg, position_B)
+  slot = jnp.max(position_B)
+  slots_1M = jnp.arange(cache[0][0].shape[-1])[None, :]
+  first_B1 = (slot - position_B)[:, None]  # of each row, see `enter`
+  seen_BM = (first_B1 <= slots_1M) & (slots_1M <= slot)
+  caches = []
+  for n, layer in enumerate(packed["layers"]):
+    x_B1D = norm(layer["attn_norm"], cfg.internal_norm, 2 * n, h_B1D)
+    out_BD, past = _attend(
+      layer, cfg, x_B1D[:, 0], turn, slot, seen_BM, cache[n]
+    )
+    caches.append(past)
+    h_B1D = h_B1D + out_BD[:, None]
+    x_B1D = norm(layer["mlp_norm"], cfg.internal_norm, 2 * n + 1, h_B1D)
+    h_B1D = h_B1D + _mlp(layer, cfg, x_B1D[:, 0])[:, None]
+  h_B1D = norm(
+    packed["final_norm"], cfg.final_norm, 2 * cfg.num_layers, h_B1D
+  )
+  logits_BV = jnp.dot(
+    h_B1D[:, 0], packed["head"]["kernel"],
+    preferred_element_type=jnp.float32,
+  )
+  if "bias" in packed["head"]:
+    logits_BV = logits_BV + packed["head"]["bias"][None, :]
+  return logits_BV, tuple(caches)
+
+
+def _linear(x_BD, linear):
+  y_BF = jax.lax.dot_general(
+    x_BD, linear["kernel"], (((1,), (1,)), ((), ())),
+    preferred_element_type=x_BD.dtype,
+  )
+  return y_BF + linear["bias"][None, :] if "bias" in linear else y_BF
+
+
+def _rotation(cfg, position_B):
+  """x_BHK -> x_BHK, the rotary turn of all heads at these positions."""
+  if cfg.positions != "rope":
+    return lambda x_BHK: x_BHK
+  frequency_R = attention.frequencies(
+    cfg.rope_theta, cfg.rotary_dim, cfg.rope_scaling
+  )
+  return lambda x_BHK: attention.rotary(
+    x_BHK[:, None], position_B[:, None], frequency_R
+  )[:, 0]
+
+
+def _attend(layer, cfg, x_BD, turn, slot, seen_BM, cache):
+  batch = x_BD.shape[0]
+  heads, groups, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+  qkv_BHK = _linear(x_BD, layer["qkv"]).reshape(batch, -1, size)
+  qk_BHK = turn(qkv_BHK[:, : heads + groups])
+  q_JRK = qk_BHK[:, :heads].reshape(-1, heads // groups, size)
+  k_JKM = _write(cache[0], qk_BHK[:, heads:], slot)
+  v_JKM = _write(cache[1], qkv_BHK[:, heads + groups :], slot)
+  f32 = {"preferred_element_type": jnp.float32}
+  s_JRM = jnp.einsum("JRK,JKM->JRM", q_JRK, k_JKM, **f32)
+  seen_JM = jnp.repeat(seen_BM, groups, axis=0)
+  s_JRM = jnp.where(seen_JM[:, None, :], s_JRM * size**-0.5, -jnp.inf)
+  p_JRM = jnp.exp(s_JRM - jnp.max(s_JRM, axis=-1, keepdims=True))
+  sum_JR1 = jnp.sum(p_JRM, axis=-1, keepdims=True)
+  out_JRK = jnp.einsum(
+    "JRM,JKM->JRK", p_JRM.astype(v_JKM.dtype), v_JKM, **f32
+  )
+  out_BD = (out_JRK / sum_JR1).astype(x_BD.dtype).reshape(batch, -1)
+  return _linear(out_BD, layer["o"]), (k_JKM, v_JKM)
+
+
+def _write(cache_JKM, new_BGK, slot):
+  """The new vectors of all rows at their common slot."""
+  new_JK1 = new_BGK.astype(cache_JKM.dtype).reshape(*cache_JKM.shape[:2], 1)
+  return jax.lax.dynamic_update_slice_in_dim(cache_JKM, new_JK1, slot, axis=2)
+
+
+def _mlp(layer, cfg, x_BD):
+  up_BF = _linear(x_BD, layer["up"])
+  if cfg.mlp == "swiglu":
+    gate_BF, up_BF = jnp.split(up_BF, 2, axis=1)
+    hidden_BF = jax.nn.silu(gate_BF) * up_BF
+  else:
+    hidden_BF = jax.nn.gelu(up_BF, approximate=cfg.mlp == "gelu_tanh")
+  return _linear(hidden_BF, layer["down"])
