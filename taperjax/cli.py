@@ -379,6 +379,25 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--json", action="store_true", help="print a JSON object")
   sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
+  text = "Speed of decoding: live norms, tapered away, and folded, in turn."
+  sub = commands.add_parser("bench", help=text, description=text)
+  sub.set_defaults(run=_bench)
+  sub.add_argument("what", choices=("decode",), help="what is measured")
+  sub.add_argument("model", nargs="?", help=where + "; or give --shape")
+  step(sub)
+  sub.add_argument("--shape", help="random weights: 1m, 3m, 9m, 30m, ...")
+  sub.add_argument("--batch", default="1,4,16,64", help="rows; 1,4,16,64")
+  sub.add_argument("--prompt", type=int, default=128, help="tokens; 128")
+  sub.add_argument("--new", type=int, default=256, help="tokens; 256")
+  sub.add_argument("--dtype", default="float32,bfloat16", help="computed in")
+  sub.add_argument("--forms", default="baseline,unfused,folded")
+  sub.add_argument("--repeats", type=int, default=20, help="rounds; 20")
+  sub.add_argument(
+    "--out", help="folder for bench.json, and the plot as PNG and SVG"
+  )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+
   text = "Write a model for another program, and read it back there."
   sub = commands.add_parser("export", help=text, description=text)
   sub.set_defaults(run=_export)
@@ -760,6 +779,125 @@ def _print_probe(found: dict[str, Any]) -> None:
   print(
     f"{data}: {found['tokens']:,} tokens scored; c from {on}, "
     f"{found['calibration_tokens']:,} tokens"
+  )
+  print(printed.get(), end="")
+
+
+def _bench(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import api, metrics, saved
+  from taperjax.bench import decode as bench, roofline
+  from taperjax.summary import write_json
+
+  _at_least_one(args, "prompt", "new", "repeats")
+  forms = _chosen(args, "forms", bench.FORMS)
+  dtypes = _chosen(args, "dtype", bench.DTYPES)
+  batches = args.batch.split(",")
+  if not all(re.fullmatch("[1-9][0-9]{0,5}", text) for text in batches):
+    raise UserError(
+      f"--batch={args.batch} must be whole numbers from 1; for example 1,16"
+    )
+  batches = [int(text) for text in batches]
+  if (args.model is None) == (args.shape is None):
+    raise UserError("give a model or --shape, one of the two; see --help")
+  out = None
+  if args.out is not None:
+    out, _ = saved.look_out(pathlib.Path(args.out))
+    out.mkdir(parents=True, exist_ok=True)
+  if args.model is not None:
+    model = api.load(args.model, args.step, args.model_seed)
+    params, config, c = model.params, model.config, model.c
+  else:
+    if args.shape not in bench.SHAPES:
+      raise UserError(
+        f"--shape={args.shape} must be one of {', '.join(bench.SHAPES)}"
+      )
+    bench.check(bench.SHAPES[args.shape], args.prompt, args.new)
+    params, config, c = bench.random_model(args.shape)
+  bench.check(config, args.prompt, args.new)
+  forms = bench.make_forms(params, config, c, forms)
+  cores = roofline.cores()
+  bandwidth = roofline.read_bandwidth(cores)
+  rounds = len(batches) * len(dtypes) * (args.repeats + 1)
+  with metrics.Progress(rounds, 0) as progress:
+    rows = bench.run(
+      forms, batches=batches, dtypes=dtypes, prompt=args.prompt, new=args.new,
+      repeats=args.repeats, bandwidth=bandwidth, progress=progress.update,
+    )
+  result = {
+    "model": args.model, "shape": args.shape, "cores": cores,
+    "read_bytes_per_s": bandwidth, "rows": rows,
+  }
+  if out is not None:
+    write_json(out / "bench.json", result)
+    bench.plot(rows, f"decoding, {args.model or args.shape}", out)
+  if not args.json:
+    _print_bench(result)
+    if out is not None:
+      print(f"wrote {out}: bench.json, bench.png, bench.svg")
+  return result
+
+
+def _chosen(args: argparse.Namespace, flag: str, known) -> list[str]:
+  """The names of a flag, each of them known and given once."""
+  text = getattr(args, flag)
+  names = text.split(",")
+  if set(names) <= set(known) and len(set(names)) == len(names):
+    return names
+  raise UserError(
+    f"--{flag}={text} must be of {', '.join(known)}, each once"
+  )
+
+
+def _print_bench(found: dict[str, Any]) -> None:
+  """Tables of the forms: speed, counts, and the ratios of their times."""
+  from rich.console import Console
+  from rich.table import Table
+  from rich.text import Text
+
+  from taperjax.bench import stats
+
+  def table(caption, *names):
+    made = Table(caption=caption)
+    for name in ("rows", "dtype", *names):
+      left = name in ("dtype", "form", "first / second")
+      made.add_column(name, justify="left" if left else "right")
+    return made
+
+  speed = table(
+    "of reading: share of the read bandwidth that the step must use",
+    "form", "tok/s", "ms/token (quartiles)", "of reading",
+  )
+  counts = table(
+    "reductions of a traced step; kernels of the compiled loop",
+    "form", "MB/token", "reductions", "kernels",
+  )
+  ratios = table(
+    "above 1, the second is faster; 95 percent of the median ratio",
+    "first / second", "ratio",
+  )
+  for row in found["rows"]:
+    start = (f"{row['batch']:,}", row["dtype"])
+    for name, form in row["forms"].items():
+      time = form["ms_per_token"]
+      speed.add_row(
+        *start, name, f"{form['tokens_per_s']:,.0f}",
+        f"{time['median']:.4g} ({time['q1']:.4g} to {time['q3']:.4g})",
+        f"{form['roofline']:.3f}",
+      )
+      counts.add_row(
+        *start, name, f"{form['bytes_per_token'] / 1e6:.2f}",
+        str(form["reductions"]), str(form["kernels"]),
+      )
+    for pair, ratio in row["ratios"].items():
+      cell = Text(stats.ratio_text(ratio))
+      ratios.add_row(*start, pair.replace("/", " / "), cell)
+  console = Console()
+  with console.capture() as printed:  # print() knows a closed pipe
+    console.print(speed, counts, *([ratios] if ratios.rows else []))
+  cores = found["cores"]
+  print(
+    f"reads {found['read_bytes_per_s'] / 1e9:.1f} GB/s with {cores} "
+    f"core{'' if cores == 1 else 's'}"
   )
   print(printed.get(), end="")
 

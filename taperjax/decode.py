@@ -523,6 +523,72 @@ def generate_stream(
   return (new[0] for new in blocks if new[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class GreedyTimer:
+  """Greedy decoding of random prompts, ready to be timed again and again.
+
+  No row stops early. `make` checks its arguments as `generate` does.
+  """
+
+  decoder: _Decoder
+  prompts: list[list[int]]
+  new_tokens: int
+
+  @classmethod
+  def make(
+    cls, params, config: ModelConfig, *, gate, c, batch_size: int,
+    prompt_len: int, new_tokens: int,
+  ) -> GreedyTimer:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, config.vocab_size, (batch_size, prompt_len))
+    prompts = prompts.tolist()
+    _check(prompts, config, new_tokens, 0, (), 0, False)
+    return cls(_prepare(params, config, gate, c), prompts, new_tokens)
+
+  @property
+  def batch_size(self) -> int:
+    return len(self.prompts)
+
+  @property
+  def prompt_len(self) -> int:
+    return len(self.prompts[0])
+
+  def _state(self) -> _State:
+    longest = _round_up(self.prompt_len + self.new_tokens)
+    size = min(longest, self.decoder.config.context_len)
+    return self.decoder.start(self.prompts, [False] * self.batch_size, size)
+
+  def _draw(self) -> _Draw:
+    zeros_B = np.zeros((self.batch_size,), np.int32)
+    return _Draw(
+      key=jax.random.key(0),
+      row_B=zeros_B,
+      offset_B=zeros_B,
+      temperature=np.float32(0.0),
+      top_k=np.int32(0),
+      top_p=np.float32(1.0),
+      stop_S=np.array([-1], np.int32),
+    )
+
+  def seconds(self) -> float:
+    """Of the loop over all new tokens, without the prefill."""
+    state, draw = jax.block_until_ready(self._state()), self._draw()
+    begin = time.perf_counter()
+    state = self.decoder.extend(state, draw, self.new_tokens, "greedy")
+    jax.block_until_ready(state)
+    return time.perf_counter() - begin
+
+  def compiled_text(self) -> str:
+    """The optimized program of the loop, as HLO."""
+    decoder, state = self.decoder, jax.eval_shape(self._state)
+    lowered = _extend.lower(
+      state, decoder.packed, decoder.gate, decoder.c, self._draw(),
+      np.int32(self.new_tokens), config=decoder.config, fixed=decoder.fixed,
+      kind="greedy",
+    )
+    return lowered.compile().as_text()
+
+
 def tokens_per_second(
   params: dict,
   config: ModelConfig,
@@ -539,27 +605,9 @@ def tokens_per_second(
   The median over `repeats` runs after one warm-up; compilation and prefill are
   not timed, and no row stops early.
   """
-  rng = np.random.default_rng(0)
-  prompts = rng.integers(0, config.vocab_size, (batch_size, prompt_len))
-  prompts = prompts.tolist()
-  _check(prompts, config, new_tokens, 0, (), 0, False)
-  decoder = _prepare(params, config, gate, c)
-  size = min(_round_up(prompt_len + new_tokens), config.context_len)
-  zeros_B = np.zeros((batch_size,), np.int32)
-  draw = _Draw(
-    key=jax.random.key(0),
-    row_B=zeros_B,
-    offset_B=zeros_B,
-    temperature=np.float32(0.0),
-    top_k=np.int32(0),
-    top_p=np.float32(1.0),
-    stop_S=np.array([-1], np.int32),
+  timer = GreedyTimer.make(
+    params, config, gate=gate, c=c, batch_size=batch_size,
+    prompt_len=prompt_len, new_tokens=new_tokens,
   )
-  seconds = []
-  for _ in range(repeats + 1):
-    state = decoder.start(prompts, [False] * batch_size, size)
-    state = jax.block_until_ready(state)
-    begin = time.perf_counter()
-    jax.block_until_ready(decoder.extend(state, draw, new_tokens, "greedy"))
-    seconds.append(time.perf_counter() - begin)
+  seconds = [timer.seconds() for _ in range(repeats + 1)]
   return batch_size * new_tokens / statistics.median(seconds[1:])

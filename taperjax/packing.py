@@ -145,15 +145,13 @@ def step(
   Returns:
     (logits_BV, cache), the logits float32, the cache with the token in it.
   """
-  cfg = config
+  cfg, modes = config, config.modes
   if c is None:
     c = jnp.zeros((2 * cfg.num_layers + 1,), jnp.float32)
-  phase = norms.phase_of(
-    gate if "taper" in (cfg.internal_norm, cfg.final_norm) else 1.0
-  )
+  phase = norms.phase_of(gate if "taper" in modes else 1.0)
 
-  def norm(gains, mode, site, h_B1D):
-    module = norms.Norm(cfg.norm, mode, cfg.norm_eps, phase)
+  def norm(gains, site, h_B1D):
+    module = norms.Norm(cfg.norm, modes[site], cfg.norm_eps, phase)
     return module.apply({"params": gains or {}}, h_B1D, gate, c[site], None)[0]
 
   h_B1D = packed["embed"][token_B][:, None]
@@ -166,17 +164,15 @@ def step(
   seen_BM = (first_B1 <= slots_1M) & (slots_1M <= slot)
   caches = []
   for n, layer in enumerate(packed["layers"]):
-    x_B1D = norm(layer["attn_norm"], cfg.internal_norm, 2 * n, h_B1D)
+    x_B1D = norm(layer["attn_norm"], 2 * n, h_B1D)
     out_BD, past = _attend(
       layer, cfg, x_B1D[:, 0], turn, slot, seen_BM, cache[n]
     )
     caches.append(past)
     h_B1D = h_B1D + out_BD[:, None]
-    x_B1D = norm(layer["mlp_norm"], cfg.internal_norm, 2 * n + 1, h_B1D)
+    x_B1D = norm(layer["mlp_norm"], 2 * n + 1, h_B1D)
     h_B1D = h_B1D + _mlp(layer, cfg, x_B1D[:, 0])[:, None]
-  h_B1D = norm(
-    packed["final_norm"], cfg.final_norm, 2 * cfg.num_layers, h_B1D
-  )
+  h_B1D = norm(packed["final_norm"], 2 * cfg.num_layers, h_B1D)
   logits_BV = jnp.dot(
     h_B1D[:, 0], packed["head"]["kernel"],
     preferred_element_type=jnp.float32,

@@ -25,7 +25,7 @@ ROWS = [
   {"packing"},
   {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
-  {"saved", "probing"},
+  {"saved", "probing", "bench"},
   {"interop", "report"},
   {"loop", "api"},
   {"reproduce"},

@@ -1,0 +1,229 @@
+"""`taperjax bench`: the statistics, the counts, and one tiny run.
+
+No test compares times: the machine of a test run is nobody's in particular.
+"""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from taperjax import api, packing
+from taperjax.bench import decode as bench, roofline, stats
+from taperjax.errors import UserError
+from tests import folding_test
+
+N = 2
+
+
+@functools.cache
+def forms(norm="rms"):
+  config = folding_test.make_config(
+    num_layers=N, norm=norm, final_norm="taper",
+  )
+  params = folding_test.random_params(config)
+  c = np.asarray(folding_test.random_c())[: 2 * N + 1]
+  return bench.make_forms(params, config, c, bench.FORMS)
+
+
+@pytest.mark.parametrize(
+  ("count", "ranks"),
+  # Tables of the sign test: 95.9 % at 20, 97.8 % at 9, 96.9 % at 6.
+  [(5, None), (6, (0, 5)), (9, (1, 7)), (20, (5, 14)), (50, (17, 32))],
+)
+def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test(count, ranks):
+  assert stats.median_ranks(count) == ranks
+
+
+def test_a_paired_ratio_does_not_see_what_both_members_share():
+  """The load doubles every third time; the ratio of each pair is known."""
+  load = np.array([1.0, 1.0, 2.0] * 7)[:20]
+  true = np.linspace(1.19, 1.21, 20)
+  found = stats.paired_ratio(load * true, load)
+  assert found["ratio"] == pytest.approx(1.2)
+  assert (found["low"], found["high"]) == pytest.approx((true[5], true[14]))
+  assert found["half_width"] == pytest.approx((true[14] - true[5]) / 2.4)
+  assert found["resolved"]
+  assert stats.ratio_text(found) == "1.200 [1.195, 1.205]"
+
+
+def test_a_wide_or_a_missing_interval_is_not_resolved():
+  wide = stats.paired_ratio(np.linspace(0.8, 1.2, 20), np.ones(20))
+  assert wide["half_width"] > stats.HALF_WIDTH and not wide["resolved"]
+  assert stats.ratio_text(wide).startswith("not resolved: 1.000 [0.9")
+  few = stats.paired_ratio([1.0] * 5, [1.0] * 5)
+  assert few["low"] is None and not few["resolved"]
+  assert stats.ratio_text(few) == "not resolved (too few pairs)"
+
+
+def test_the_interval_holds_the_true_median_in_95_of_100_samples():
+  """Skewed noise, as of a machine that is disturbed now and then."""
+  rng = np.random.default_rng(0)
+  held, samples = 0, 1000
+  for _ in range(samples):
+    ratios = 1.1 * np.exp(rng.exponential(size=20) - np.log(2))
+    found = stats.paired_ratio(ratios, np.ones(20))
+    held += found["low"] <= 1.1 <= found["high"]
+  assert 0.94 < held / samples < 0.98  # exactly 0.959
+
+
+def reductions(name, norm):
+  params, config, gate, c = forms(norm)[name]
+  packed = packing.pack(params, config)
+  return roofline.reductions(packed, config, 3, gate, c)
+
+
+def test_folding_takes_a_reduction_from_each_norm_of_the_program():
+  """2 N + 1 of them with RMSNorm; what is left are the two of a softmax."""
+  found = {name: reductions(name, "rms") for name in bench.FORMS}
+  assert found["baseline"] - found["folded"] == 2 * N + 1
+  assert found["unfused"] == found["folded"] == 2 * N
+
+
+def test_the_centring_of_a_tapered_layer_norm_goes_with_folding_alone():
+  found = {name: reductions(name, "layer") for name in bench.FORMS}
+  assert found["folded"] == 2 * N
+  assert found["unfused"] - found["folded"] == 2 * N + 1
+  assert found["baseline"] > found["unfused"]
+
+
+HLO = """HloModule m
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%inner (p: f32[8]) -> f32[] {
+  %p = f32[8]{0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %r = f32[] reduce(%p, %zero), dimensions={0}, to_apply=%add
+}
+
+%body.1 (t: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %t = (f32[8]{0}, s32[]) parameter(0)
+  %a = f32[8]{0} get-tuple-element(%t), index=0
+  %f = f32[] fusion(%a), kind=kLoop, calls=%inner
+  %d = f32[8]{0} dot(%a, %a), lhs_contracting_dims={0}
+  ROOT %out = (f32[8]{0}, s32[]) tuple(%d, %f)
+}
+
+ENTRY %main (q: f32[8]) -> f32[] {
+  %q = f32[8]{0} parameter(0)
+  %w = (f32[8]{0}, s32[]) while(%q), condition=%cond, body=%body.1
+  ROOT %e = f32[] fusion(%q), kind=kLoop, calls=%inner
+}
+"""
+
+
+def test_kernels_and_reductions_are_those_of_the_loop():
+  counts = {"kernels": 2, "compiled_reductions": 1}
+  assert roofline.compiled_counts(HLO) == counts
+  none = {"kernels": 0, "compiled_reductions": 0}
+  assert roofline.compiled_counts("") == none
+
+
+def test_bytes_of_a_step_are_the_weights_and_the_filled_cache():
+  """By hand: 2 layers, G = 2, K = 4, and an embedding row of D = 8."""
+  params, config, _, _ = forms()["folded"]
+  packed = packing.pack(params, config)
+  table = params["embed"]["embedding"]
+  heads = config.num_kv_heads * config.head_dim
+  weights = sum(
+    4 * leaf.size for name, part in params.items() if name != "embed"
+    for leaf in _leaves(part)
+  )
+  found = roofline.step_bytes(packed, config, batch=3, prompt=5, new=3)
+  # Filled before the three steps: 5, 6, 7; and one slot is written.
+  cache = 3 * 2 * N * heads * 4 * (6 + 1)
+  assert found == weights + 3 * 4 * table.shape[1] + cache
+
+
+def _leaves(tree):
+  if not isinstance(tree, dict):
+    return [tree]
+  return [leaf for part in tree.values() for leaf in _leaves(part)]
+
+
+def test_bandwidth_is_a_rate():
+  assert roofline.read_bandwidth(2, repeats=1, size=2**20) > 0
+  assert roofline.cores() >= 1
+
+
+@pytest.fixture
+def small(monkeypatch):
+  """A shape and a saved model of two layers, and a short read test."""
+  params, config, _, c = forms()["unfused"]
+  config = config.replace(context_len=24)
+  monkeypatch.setitem(bench.SHAPES, "1m", config)
+  model = api.Model(params, config, c, gate=0.0)
+  monkeypatch.setattr(api, "load", lambda *_: model)
+  monkeypatch.setattr(roofline, "read_bandwidth", lambda cores: 1e9)
+
+
+def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
+  """Every figure that is promised is there, in the JSON and on disk."""
+  out = tmp_path / "bench"
+  found = run(
+    "bench", "decode", "--shape", "1m", "--batch", "1,3", "--prompt", 8,
+    "--new", 16, "--dtype", "float32", "--repeats", 6, "--json", "--out", out,
+  )
+  assert found == json.loads((out / "bench.json").read_text())
+  assert sorted(p.name for p in out.iterdir()) == [
+    "bench.json", "bench.png", "bench.svg"
+  ]
+  assert [row["batch"] for row in found["rows"]] == [1, 3]
+  for row in found["rows"]:
+    assert list(row["forms"]) == list(bench.FORMS)
+    for form in row["forms"].values():
+      time = form["ms_per_token"]
+      assert 0 < time["q1"] <= time["median"] <= time["q3"]
+      speed = row["batch"] * 1e3 / time["median"]
+      assert form["tokens_per_s"] == pytest.approx(speed)
+      share = form["bytes_per_step"] / found["read_bytes_per_s"]
+      assert form["roofline"] == pytest.approx(share * 1e3 / time["median"])
+      assert form["kernels"] > 10
+    counts = [form["reductions"] for form in row["forms"].values()]
+    assert counts[0] > counts[1] >= counts[2] > 0
+    assert list(row["ratios"]) == [
+      "baseline/unfused", "baseline/folded", "unfused/folded"
+    ]
+    for ratio in row["ratios"].values():
+      assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
+  text = run(
+    "bench", "decode", "a/run", "--batch", "1", "--prompt", 8, "--new", 16,
+    "--dtype", "float32", "--forms", "folded", "--repeats", 1,
+  )
+  assert "GB/s" in text and "folded" in text
+  assert max(map(len, text.splitlines())) <= 80
+
+
+MISTAKES = [
+  (("--batch", "0"), "--batch=0 must be whole numbers from 1; for example"),
+  (("--dtype", "float16"), "--dtype=float16 must be of float32, bfloat16, e"),
+  (("--forms", "folded,folded"), "--forms=folded,folded must be of baseline,"),
+  (("--repeats", "0"), "--repeats=0 must be 1 or more"),
+  (("--shape", "2m"), "--shape=2m must be one of 1m, 3m, 9m, 30m, gpt2, lla"),
+  ((), "give a model or --shape, one of the two"),
+  (
+    ("--shape", "1m", "--prompt", "300"),
+    "--prompt=300 and --new=256 exceed context_len=512 of the model; lower",
+  ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_are_one_line(fails, arguments, message):
+  assert message in fails("bench", "decode", *arguments)
+
+
+def test_forms_that_a_model_does_not_have_are_refused():
+  params, config, _, _ = forms()["folded"]
+  with pytest.raises(UserError, match="needs the norms, .* folded already"):
+    bench.make_forms(params, config, None, ["baseline"])
+  with pytest.raises(UserError, match="nothing is tapered"):
+    plain = config.replace(internal_norm="norm", final_norm="norm")
+    bench.make_forms(params, plain, np.ones(2 * N + 1), ["folded"])
+  with pytest.raises(UserError, match="internal_norm=fake: .* bench a finis"):
+    bench.make_forms(params, config.replace(internal_norm="fake"), None, [])
