@@ -30,6 +30,15 @@ _STOP_AFTER = flags.DEFINE_integer(
 _CACHE = flags.DEFINE_string(
   "compilation_cache", None, "Folder of compiled programs; default in workdir."
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "Of several processes: HOST:PORT of process 0, or auto."
+)
+_PROCESSES = flags.DEFINE_integer(
+  "processes", None, "Number of processes of the run."
+)
+_PROCESS = flags.DEFINE_integer(
+  "process", None, "Which one this is, from 0."
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of user errors.")
 
 
@@ -64,8 +73,9 @@ def main(argv: list[str]) -> None:
   sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   logging.set_verbosity(logging.ERROR)  # orbax tells every rename
   with report_errors("train.py", _DEBUG.value):
-    from taperjax import loop, saved
+    from taperjax import loop, saved, sharding
 
+    sharding.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     loop.train(
       saved.read_config(_CONFIG.value),
       _WORKDIR.value,

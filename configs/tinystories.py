@@ -122,6 +122,12 @@ def get_config(arg: str = "1m,internal_aux") -> config_dict.ConfigDict:
   c.lora.rank = 0  # off
   c.lora.alpha = 16.0  # adapters are scaled by alpha / rank
   c.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")
+  # Devices by axis; their product is the number of devices (or 1: one of them).
+  c.mesh = h = config_dict.ConfigDict()
+  h.seed = 1  # splits the seeds
+  h.data = 1  # splits the batch
+  h.fsdp = 1  # splits the batch, and the parameters
+  h.tensor = 1  # splits heads and MLP of each layer
   # A final taper folds into the head, which is untied from the embedding.
   c.fold = config_dict.ConfigDict({"untie": True})
   return c

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from taperjax import sharding
 from taperjax.errors import UserError
 
 FORMAT_VERSION = 1
@@ -84,6 +85,7 @@ class Checkpoints:
 
     The copy is done when this returns, so the caller may donate the state to
     its next step at once. Saves never overlap: this waits for the one before.
+    Of several processes each must call it; process 0 gathers and writes.
 
     Args:
       step: not saved yet, from 0.
@@ -97,6 +99,10 @@ class Checkpoints:
       UserError: too little free space, a step that is there already, meta that
         is not JSON, a folder that is gone, or a fault of the save before this.
     """
+    if jax.process_index():  # takes part in the gathering; process 0 writes
+      for name, leaf in _flatten(state).items():
+        _to_host(name, leaf, copy=False)
+      return
     if self._read_only:
       raise ValueError("these checkpoints were opened with read_only=True")
     self.wait()
@@ -196,10 +202,19 @@ class Checkpoints:
     Raises:
       UserError: no step is intact, or the state has another structure.
     """
+    return self._newest(lambda step: self.restore(step, abstract_state))
+
+  def newest_intact(self, abstract_state: Any) -> int | None:
+    """The step that `restore_latest` restores, and all that it does besides."""
+    found = self._newest(lambda step: self._checked(step, abstract_state))
+    return None if found is None else found[0]
+
+  def _newest(self, read: Callable[[int], tuple[Any, Any]]) -> Any:
+    """(step, *read(step)) of the newest step where it finds no damage."""
     damaged: dict[int, _Damaged] = {}
     for step in reversed(self.steps()):
       try:
-        state, meta = self.restore(step, abstract_state)
+        state, meta = read(step)
       except _Damaged as error:
         damaged[step] = error
         continue
@@ -233,10 +248,8 @@ class Checkpoints:
       UserError: the step is absent or damaged, or its leaves differ from the
         abstract state in name, shape or dtype.
     """
-    record = self._record(step)
+    arrays, record = self._checked(step, abstract_state)
     want = _flatten(abstract_state)
-    self._check_leaves(step, want, record["arrays"])
-    arrays = self._arrays(step, record["arrays"], list(want))
     state = jax.tree.unflatten(
       jax.tree.structure(abstract_state),
       [
@@ -245,6 +258,15 @@ class Checkpoints:
       ],
     )
     return state, record["meta"]
+
+  def _checked(
+    self, step: int, abstract_state: Any
+  ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays by name, as the sums tell them, and the record."""
+    record = self._record(step)
+    want = _flatten(abstract_state)
+    self._check_leaves(step, want, record["arrays"])
+    return self._arrays(step, record["arrays"], list(want)), record
 
   def _record(self, step: int) -> dict[str, Any]:
     """The JSON record of a step, if it is what was written."""
@@ -256,7 +278,9 @@ class Checkpoints:
     with self._damage(step, "its record cannot be read"):
       import orbax.checkpoint as ocp
 
-      with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+      with ocp.Checkpointer(
+        ocp.JsonCheckpointHandler(**_alone()), **_alone()
+      ) as reader:
         record = reader.restore(self.folder / str(step) / "record")
       told = record.pop("sha256")
     # First the sum, by a rule that no version may change: then a version
@@ -281,7 +305,9 @@ class Checkpoints:
     import orbax.checkpoint as ocp
 
     arrays = {}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    options = _alone()
+    handler = ocp.PyTreeCheckpointHandler(**options)
+    with ocp.Checkpointer(handler, **options) as reader:
       for name in names:
         entry = told[name]
         array = np.empty(entry["shape"], jnp.dtype(entry["dtype"]))
@@ -348,6 +374,7 @@ class Checkpoints:
         losses = checkpoints._valid_losses()
         return [info.step == _best(losses) for info in checkpoints_there]
 
+    options = _alone()
     # orbax would copy each of our copies once more.
     kinds = ocp.type_handlers.create_type_handler_registry(
       (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False))
@@ -355,13 +382,17 @@ class Checkpoints:
     return ocp.CheckpointManager(
       self.folder,
       item_handlers={
-        "state": ocp.PyTreeCheckpointHandler(type_handler_registry=kinds),
-        "record": ocp.JsonCheckpointHandler(),
+        "state": ocp.PyTreeCheckpointHandler(
+          type_handler_registry=kinds, **options
+        ),
+        "record": ocp.JsonCheckpointHandler(**options),
       },
       options=ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
           [ocp.checkpoint_managers.LatestN(_KEEP_LATEST), KeepBest()]
         ),
+        create=not options,  # orbax refuses it where a process is alone
+        **options,
       ),
     )
 
@@ -541,6 +572,8 @@ def _to_host(name: str, leaf: Any, copy: bool = True) -> np.ndarray:
     leaf = jax.random.key_data(leaf)
   if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
     raise ValueError(f"leaf {name} is {leaf.dtype}, too wide for jax here")
+  if not getattr(leaf, "is_fully_addressable", True):
+    return sharding.to_host(leaf)
   return (np.array if copy else np.asarray)(leaf, order="C")
 
 
@@ -548,14 +581,36 @@ def _to_device(
   array: np.ndarray, leaf: Any, key_impl: str | None = None
 ) -> jax.Array:
   """A committed array, in memory of its own: a step may donate it."""
-  sharding = getattr(leaf, "sharding", None)
-  if sharding is None:
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  where = getattr(leaf, "sharding", None)
+  if isinstance(where, jax.sharding.NamedSharding):
+    placed = sharding.place(array, where)
+    make = jnp.copy
+    if key_impl is not None:
+      make = functools.partial(jax.random.wrap_key_data, impl=key_impl)
+    return jax.jit(make, out_shardings=where)(placed)
+  if where is None:
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   if key_impl is not None:
     key = jax.random.wrap_key_data(jnp.array(array), impl=key_impl)
-    return jax.device_put(key, sharding)
+    return jax.device_put(key, where)
   # On the CPU device_put aliases aligned numpy memory, may_alias=False or not.
-  return jax.device_put(jnp.copy(jax.device_put(array, sharding)), sharding)
+  return jax.device_put(jnp.copy(jax.device_put(array, where)), where)
+
+
+def _alone() -> dict[str, Any]:
+  """Options by which orbax waits for no other process."""
+  if jax.process_count() == 1:
+    return {}
+  import orbax.checkpoint as ocp
+
+  me = jax.process_index()
+  return {
+    "multiprocessing_options": ocp.options.MultiprocessingOptions(
+      primary_host=me,
+      active_processes={me},
+      barrier_sync_key_prefix=f"process{me}",
+    )
+  }
 
 
 def _array_sum(array: np.ndarray) -> str:

@@ -62,6 +62,10 @@ _POSITIVE = {
   "eval.max_windows": 128,
   "checkpoint.every": 1_000,
   "lora.alpha": 16.0,
+  "mesh.seed": 1,
+  "mesh.data": 1,
+  "mesh.fsdp": 1,
+  "mesh.tensor": 1,
 }
 # The same for fields with other rules.
 _EXAMPLES = _POSITIVE | {
@@ -241,6 +245,16 @@ class FoldConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Axes of the devices; their product is the number of devices."""
+
+  seed: int = 1  # splits the seeds
+  data: int = 1  # splits the batch
+  fsdp: int = 1  # splits the batch, and the parameters
+  tensor: int = 1  # splits heads and MLP of each layer
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run."""
 
@@ -265,6 +279,7 @@ class Config:
   lora: LoraConfig = LoraConfig(0, 1.0, ())
   fakeln: FakelnConfig = FakelnConfig(20, 2, 2, 3, 2, 10, 0.9)
   nonfinite: str = "stop"  # at a step that is not finite, or "skip" it
+  mesh: MeshConfig = MeshConfig()
 
   @property
   def tapers(self) -> bool:
@@ -818,6 +833,7 @@ def _check(config: Config) -> None:
       )
   _check_lora(config)
   _check_fakeln(config)
+  _check_mesh(config)
   if not config.tapers:
     return
   if taper.end <= taper.start:
@@ -924,6 +940,32 @@ def _check_fakeln(config: Config) -> None:
       f"it must come before the last step; set steps={end + 1} or more, or "
       "lower fakeln.start or the gaps"
     )
+
+
+def _check_mesh(config: Config) -> None:
+  """Whether the axes of the mesh split all evenly."""
+  mesh, model = config.mesh, config.model
+  rows = mesh.data * mesh.fsdp
+  batch = config.batch_size // config.micro_batches
+  for value, name, parts, axes in (
+    (len(config.seeds), "the number of seeds", mesh.seed, "mesh.seed"),
+    (batch, "batch_size / micro_batches", rows, "mesh.data * mesh.fsdp"),
+    (config.eval.batch_size, "eval.batch_size", rows, "mesh.data * mesh.fsdp"),
+    (model.num_heads, "model.num_heads", mesh.tensor, "mesh.tensor"),
+    (model.num_kv_heads, "model.num_kv_heads", mesh.tensor, "mesh.tensor"),
+    (model.mlp_dim, "model.mlp_dim", mesh.tensor, "mesh.tensor"),
+    (
+      model.embed_dim,
+      "model.embed_dim",
+      mesh.fsdp * mesh.tensor,
+      "mesh.fsdp * mesh.tensor",
+    ),
+  ):
+    if value % parts:
+      raise UserError(
+        f"{axes}={parts} does not divide {name}={value}, which it splits; use "
+        f"a divisor of {value}, or a multiple of {parts} there"
+      )
 
 
 def _check_data(data: DataConfig) -> None:

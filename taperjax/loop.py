@@ -42,8 +42,10 @@ from taperjax import (
   metrics as metrics_lib,
   model,
   saved,
+  sharding,
   state as state_lib,
   step as step_lib,
+  summary as summary_lib,
   workdir as workdir_lib,
 )
 from taperjax.config import Config
@@ -54,7 +56,6 @@ from taperjax.summary import (
   commit,
   mean_text,
   print_table,
-  say,
   strict,
   versions,
   wrap_sample,
@@ -84,8 +85,12 @@ def train(
     compilation_cache: folder of compiled programs; None keeps it in workdir.
     data_folder: of token files, where data.folder is None; None: in workdir.
 
+  Of several processes each calls it with the same arguments; all see the
+  workdir, and process 0 alone writes there.
+
   Returns:
-    The summary, as in summary.json; None when stopped before the end.
+    The summary, as in summary.json; None when stopped before the end, and in
+    every process but the first.
 
   Raises:
     UserError: one line for each mistake that the user can mend.
@@ -95,18 +100,31 @@ def train(
       f"stop_after={stop_after} must be from 1 to steps - 1 = "
       f"{config.steps - 1}; leave it out to train to the end"
     )
+  if workdir is None and jax.process_count() > 1:
+    raise UserError(
+      "workdir=None with several processes: all must use the same folder; give "
+      "--workdir, on a disk that all of them see"
+    )
+  mesh = sharding.make_mesh(config.mesh)
   new = workdir is None or not pathlib.Path(workdir).exists()
-  workdir = workdir_lib.open_workdir(
-    workdir, f"{config.size}_{config.variant}"
-  )
-  cache = pathlib.Path(compilation_cache or workdir / "cache").absolute()
-  try:
-    with workdir_lib.lock(workdir), workdir_lib.compilation_cache(cache):
-      return Run(config, workdir, overwrite, data_folder).run(stop_after)
-  except UserError:
-    if new and not (workdir / "config.json").exists():
-      shutil.rmtree(workdir, ignore_errors=True)  # no run ever began in it
-    raise
+  with contextlib.ExitStack() as stack:
+
+    def open_run() -> Run:
+      folder = pathlib.Path(workdir or ".")
+      if jax.process_index() == 0:
+        label = f"{config.size}_{config.variant}"
+        folder = workdir_lib.open_workdir(workdir, label)
+        stack.enter_context(workdir_lib.lock(folder))
+      cache = pathlib.Path(compilation_cache or folder / "cache").absolute()
+      stack.enter_context(workdir_lib.compilation_cache(cache))
+      try:
+        return Run(config, folder, mesh, overwrite, data_folder)
+      except UserError:
+        if new and not (folder / "config.json").exists():
+          shutil.rmtree(folder, ignore_errors=True)  # no run ever began in it
+        raise
+
+    return sharding.in_turn(open_run).run(stop_after)
 
 
 class NotFinite(UserError):
@@ -120,17 +138,22 @@ class Run:
     self,
     config: Config,
     workdir: pathlib.Path,
+    mesh: jax.sharding.Mesh | None,
     overwrite: bool,
     data_folder: str | os.PathLike[str] | None = None,
   ):
+    self.main = jax.process_index() == 0  # the others write nothing
+    overwrite = overwrite and self.main
+    self.mesh = mesh
     self.workdir = workdir
     self.shared = pathlib.Path(data_folder or workdir)  # moved with the run
     self.began = time.monotonic()
     self.earlier_s = 0.0  # wall time of earlier sittings
     self.saved_step: int | None = None
-    workdir_lib.clean(workdir, results=False)
+    if self.main:
+      workdir_lib.clean(workdir, results=False)
     self.checkpoints = checkpoint.Checkpoints(
-      workdir / "checkpoints", log=say
+      workdir / "checkpoints", log=say, read_only=not self.main
     )
     meta = None if overwrite else self._saved_meta()
     if meta and "config" not in meta:
@@ -165,16 +188,21 @@ class Run:
     self.diverged = [0] * len(self.seeds)  # step of each seed, or 0
     self.skipped = self.in_a_row = 0  # steps that were not finite
     self._check_lengths()
+    self.shardings = None
+    if mesh is not None:  # a leaf that no rule covers must not cost a run, too
+      self.shardings = state_lib.shardings(self.config, mesh)
     if overwrite:  # only now: a mistake above must not cost the earlier run
       workdir_lib.clean(workdir, results=True)
       self.checkpoints = checkpoint.Checkpoints(
         workdir / "checkpoints", log=say
       )
-    write_json(workdir / "config.json", config_lib.to_dict(self.config))
-    self.data.tokenizer.save(workdir / "tokenizer")
-    self.eval_step = step_lib.make_eval_step(self.config.model)
+    if self.main:
+      write_json(workdir / "config.json", config_lib.to_dict(self.config))
+      self.data.tokenizer.save(workdir / "tokenizer")
+    self.eval_step = step_lib.make_eval_step(self.config.model, mesh)
     self.anchor = anchor.make_anchor(self.config.model)
     self.steps = {}  # compiled train steps by phase
+    self._take = None  # compiled choice of a seed, on a mesh
     # Sums since the last logged step; saved, so that a resumed run logs the
     # same means as one that never stopped.
     self.interval = _empty_interval()
@@ -190,6 +218,8 @@ class Run:
     if first == config.steps and summary_path.exists():
       try:
         summary = json.loads(summary_path.read_text(encoding="utf-8"))
+        if not self.main:
+          return None
         print_table(summary)
       except (OSError, ValueError, KeyError, TypeError):
         say(f"{summary_path} is damaged and is made anew")
@@ -201,14 +231,19 @@ class Run:
         f"stop_after={stop_after} is not after step {first}, where this run "
         "goes on; raise it or leave it out"
       )
-    summary_path.unlink(missing_ok=True)  # of steps that are done once more
-    self.metrics = metrics_lib.MetricsWriter(
-      self.workdir, resume_step=first if self.saved_step is not None else None
-    )
+    if self.main:
+      summary_path.unlink(missing_ok=True)  # of steps that are done once more
+      resume_step = first if self.saved_step is not None else None
+      self.metrics = metrics_lib.MetricsWriter(
+        self.workdir, resume_step=resume_step
+      )
+      progress = metrics_lib.Progress(config.steps, first)
+    else:
+      self.metrics = progress = _Silent()
     with (
       contextlib.closing(self.metrics),
       contextlib.closing(self.checkpoints),
-      metrics_lib.Progress(config.steps, first) as self.progress,
+      progress as self.progress,
     ):
       with workdir_lib.signals() as stop:
         state = self._train(state, stop, stop_after)
@@ -224,6 +259,9 @@ class Run:
     """Steps to the end, or to where a signal or `stop_after` stops them."""
     config, taper_steps = self.config, self.config.taper_steps
     mask_BL = jnp.ones((config.batch_size, config.context_len), jnp.float32)
+    if self.mesh is not None:
+      rows = sharding.batch_sharding(self.mesh)
+      mask_BL = sharding.place(np.asarray(mask_BL), rows)
     pending = None  # (step, metrics) of the step that the device works on
     self.rate = _Rate(config)
     for k in range(_step_of(state) + 1, config.steps + 1):
@@ -235,7 +273,7 @@ class Run:
       if taper_steps is not None and k == taper_steps.start:
         state = self._calibrate(state)
       last = k == config.steps
-      stopping = bool(stop) or k == stop_after
+      stopping = self._stopping(stop, k) or k == stop_after
       evaluating = last or k % config.eval.every == 0
       saving = last or stopping or k % config.checkpoint.every == 0
       if evaluating or saving:
@@ -245,14 +283,21 @@ class Run:
       if saving:
         self._check_update(state)
       if self.many and (evaluating or saving):  # these may have ended a seed
-        state = state.replace(diverged=jnp.asarray(self.diverged, jnp.int32))
+        diverged = np.array(self.diverged, np.int32)
+        if self.mesh is None:
+          state = state.replace(diverged=jnp.asarray(diverged))
+        else:
+          where = self.shardings.diverged
+          state = state.replace(diverged=sharding.place(diverged, where))
       if saving:
         self._save(state, valid_loss)
       if evaluating or saving:
         self.rate.skip()
       if stopping and not last:
         self.checkpoints.wait()
-        why = stop[0] if stop else f"--stop_after={k}"
+        why = f"--stop_after={k}"
+        if k != stop_after:
+          why = stop[0] if stop else "a signal to another process"
         say(
           f"stopped at step {k} of {config.steps} ({why}); the same command "
           f"with --workdir={self.workdir} goes on",
@@ -261,19 +306,41 @@ class Run:
         break
     return state
 
-  def _batch(self, k: int) -> np.ndarray:
-    """Tokens of step k, (B, L + 1); with several seeds (S, B, L + 1)."""
-    batches = [
-      windows.train_batch(
-        self.data.train.tokens,
-        seed=seed,
-        step=k,
-        batch_size=self.config.batch_size,
-        context_len=self.config.context_len,
-      )
-      for seed in self.seeds
-    ]
-    return np.stack(batches) if self.many else batches[0]
+  def _stopping(self, stop: list[str], k: int) -> bool:
+    """Whether to stop after step k; processes agree when they log."""
+    if jax.process_count() == 1:
+      return bool(stop)
+    return k % self.config.log_every == 0 and sharding.anywhere(bool(stop))
+
+  def _batch(self, k: int) -> np.ndarray | jax.Array:
+    """Tokens of step k, (B, L + 1); with several seeds (S, B, L + 1).
+
+    On a mesh each process reads the rows of its own devices.
+    """
+    config = self.config
+    shape = (config.batch_size, config.context_len + 1)
+    if self.many:
+      shape = (len(self.seeds), *shape)
+
+    def read(part):
+      seeds = self.seeds[part[0]] if self.many else self.seeds
+      batches = [
+        windows.train_batch(
+          self.data.train.tokens,
+          seed=seed,
+          step=k,
+          batch_size=config.batch_size,
+          context_len=config.context_len,
+          rows=part[-2],
+        )
+        for seed in seeds
+      ]
+      return np.stack(batches) if self.many else batches[0]
+
+    if self.mesh is None:
+      return read((slice(None),) * len(shape))
+    rows = sharding.batch_sharding(self.mesh, self.many)
+    return jax.make_array_from_callback(shape, rows, read)
 
   def _check_lengths(self) -> None:
     """Raises before the first step where a text or the prompt cannot serve."""
@@ -296,7 +363,9 @@ class Run:
 
   def _step(self, phase: str):
     if phase not in self.steps:
-      self.steps[phase] = step_lib.make_train_step(self.config, phase)
+      self.steps[phase] = step_lib.make_train_step(
+        self.config, phase, self.mesh
+      )
     return self.steps[phase]
 
   def _describe(self) -> None:
@@ -351,19 +420,13 @@ class Run:
 
   def _restore(self) -> state_lib.TrainState:
     """The newest intact state, or a fresh one."""
-    found = self.checkpoints.restore_latest(state_lib.abstract(self.config))
+    found = self._newest()
     if found is None:
       initial = None
       if (path := self.config.init.checkpoint) is not None:
         say(f"starting from {path}")
         initial = saved.load(path).params
-      if self.many:
-        return jax.jit(state_lib.create_seeds, static_argnums=0)(
-          self.config, initial
-        )
-      return jax.jit(state_lib.create, static_argnums=(0, 1))(
-        self.config, self.seeds[0], initial
-      )
+      return state_lib.start(self.config, initial, self.mesh)
     step, state, meta = found
     check_same_config(self.config, meta["config"])
     self.saved_step = step
@@ -375,6 +438,37 @@ class Run:
     self.earlier_s = meta["wall_s"]
     say(f"resuming at step {step} of {self.config.steps}")
     return state
+
+  def _newest(self) -> tuple[int, Any, dict[str, Any]] | None:
+    """Step, state and meta of the newest intact checkpoint."""
+    abstract = state_lib.abstract(self.config)
+    if self.mesh is not None:
+      abstract = jax.tree.map(
+        lambda leaf, where: leaf.update(sharding=where),
+        abstract,
+        self.shardings,
+      )
+    if jax.process_count() == 1:
+      return self.checkpoints.restore_latest(abstract)
+    # Process 0 moves damaged steps aside; then all read the one that is left.
+    step = sharding.lead(lambda: self.checkpoints.newest_intact(abstract))
+    step = sharding.of_first(-1 if step is None else step)
+    return None if step < 0 else (
+      step, *self.checkpoints.restore(step, abstract)
+    )
+
+  def _one(self, state: state_lib.TrainState, i: int) -> state_lib.TrainState:
+    """The state of the i-th seed."""
+    if not self.many:
+      return state
+    if self.mesh is None:
+      return state_lib.take_seed(state, i)
+    if self._take is None:
+      out = sharding.specs(
+        jax.eval_shape(state_lib.take_seed, state, 0), self.mesh
+      )
+      self._take = jax.jit(state_lib.take_seed, out_shardings=out)
+    return self._take(state, i)
 
   def _log(self, k: int, values: dict[str, jax.Array]) -> None:
     """Fetches the metrics of step k, checks them, writes every log_every."""
@@ -490,10 +584,10 @@ class Run:
 
   def _calibrate(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Taper start: freezes c and the scale target, copies gamma."""
-    state = step_lib.make_calibrate(self.config)(state)
+    state = step_lib.make_calibrate(self.config, self.mesh)(state)
     k, sites = _step_of(state), self.config.model.tapered_sites
     taper = (state.taper.scale_target, state.taper.c)
-    target, c = (self._live(value) for value in jax.device_get(taper))
+    target, c = (self._live(value) for value in sharding.to_host(taper))
     names = config_lib.site_names(self.config.model.num_layers)
     values = {"scale_target": target}
     values |= {f"c/{names[i]}": c[..., i] for i in sites}
@@ -548,7 +642,7 @@ class Run:
     for i, seed in enumerate(self.seeds):
       values = now = None
       if not self.diverged[i]:
-        one = state_lib.take_seed(state, i) if self.many else state
+        one = self._one(state, i)
         values, now = self._evaluate_seed(one, seed)
         skips = self.config.nonfinite == "skip" and k < self.config.steps
         if skips and (bad := metrics_lib.finite(values)):
@@ -563,7 +657,8 @@ class Run:
       found.append(values)
       self.final_valid.append(now)
     self.metrics.write(k, by_seed(found) if self.many else found[0], "eval")
-    self._say_evaluated(k, [v for v in found if v is not None])
+    if self.main:
+      self._say_evaluated(k, [v for v in found if v is not None])
     return statistics.fmean(now["loss"] for now in self.final_valid if now)
 
   def _evaluate_seed(
@@ -588,6 +683,11 @@ class Run:
       values["valid_loss_g0"] = at_zero if math.isfinite(at_zero) else None
     for name in ("bits_per_byte", "mean_scale", "logit_norm"):
       values[name] = now[name]
+    if self.mesh is not None:  # the rest runs on one device
+      params, taper = sharding.to_host((params, state.taper))
+      state = state.replace(params=params, taper=taper)
+    if not self.main:
+      return values, now
     values |= self._anchor(params, state)
     if metrics_lib.finite(values) is None:
       at = self._sample_gate(k, gate)
@@ -683,7 +783,8 @@ class Run:
       if not _all_finite(tree):
         self._check_finite(k, {"update": math.nan})
       return
-    for i, finite in enumerate(jax.device_get(jax.vmap(_all_finite)(tree))):
+    finite_S = sharding.to_host(jax.vmap(_all_finite)(tree))
+    for i, finite in enumerate(finite_S):
       if not finite:
         self._end_seed(i, k, "update")
 
@@ -707,7 +808,7 @@ class Run:
       "step": k,
       "gate": _gate_of(state),
       "scale_target": _json(
-        self._live(jax.device_get(state.taper.scale_target))
+        self._live(sharding.to_host(state.taper.scale_target))
       ),
       "seed": list(self.seeds) if self.many else self.seeds[0],
       "data_hashes": self.data.hashes,
@@ -727,10 +828,11 @@ class Run:
     inside = any(path.is_relative_to(p) for p in (here, self.shared.absolute()))
     return os.path.relpath(path, here) if inside else str(path)
 
-  def _finish(self, state: state_lib.TrainState) -> dict[str, Any]:
+  def _finish(self, state: state_lib.TrainState) -> dict[str, Any] | None:
     """Folds, compares, measures decoding, writes and prints the summary."""
     config = self.config
-    workdir_lib.check_there(self.workdir)
+    if self.main:
+      workdir_lib.check_there(self.workdir)
     valid = self.final_valid or [None] * len(self.seeds)
     if config.ends_without_norms:
       say("folding, and comparing with the unfolded model")
@@ -738,10 +840,20 @@ class Run:
     for i, ended in enumerate(self.diverged):
       row = None
       if not ended:
-        one = state_lib.take_seed(state, i) if self.many else state
+        one = self._one(state, i)
+        if valid[i] is None:  # resumed after the last step: it is written
+          at = 1.0 if config.cuts else _gate_of(state)  # as in _evaluate_seed
+          valid[i] = self._loss(self._plain(one), one.taper.c, at)
+        if self.mesh is not None:  # one process folds, on one device
+          one = one.replace(key=None, opt_state=None)
+          one = sharding.to_host(one)
+        if not self.main:
+          continue
         row, seed_forms = self._result(one, i, valid[i])
         forms = forms or seed_forms  # every seed decodes as fast
       rows.append(row)
+    if not self.main:
+      return None
     total, taper_gains = model.count_params(forms["unfolded"][0])
     folded = None
     if "folded" in forms:
@@ -780,7 +892,7 @@ class Run:
     self,
     state: state_lib.TrainState,
     i: int,
-    valid: dict[str, Any] | None,
+    valid: dict[str, Any],
   ) -> tuple[dict[str, Any], dict[str, tuple]]:
     """What the summary says of one seed, and its forms; writes the folded."""
     config, model_config = self.config, self.config.model
@@ -789,9 +901,6 @@ class Run:
     if ends and final_gate > 0.0:
       raise AssertionError("the last step of a tapered run has gate 0")
     params, c = self._plain(state), state.taper.c
-    if valid is None:  # resumed after the last step: its record is there
-      at = 1.0 if config.cuts else final_gate  # as in `_evaluate_seed`
-      valid = self._loss(params, c, at)
     if config.cuts:
       params, c, model_config = fakeln.to_taper(
         *jax.device_get((params, c)), model_config
@@ -854,6 +963,31 @@ class Run:
     return medians | shape | {"repeats": DECODE_REPEATS}
 
 
+class _Silent:
+  """Metrics and progress of a process that writes nothing."""
+
+  def __enter__(self) -> _Silent:
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+  def write(self, *record: Any) -> None:
+    pass
+
+  def update(self, *step: Any, **values: Any) -> None:
+    pass
+
+
+def say(text: str, progress: metrics_lib.Progress | None = None) -> None:
+  """`summary.say` of process 0 alone."""
+  if jax.process_index() == 0:
+    summary_lib.say(text, progress)
+
+
 class _Rate:
   """Training tokens per second of all seeds, without evaluation and saving."""
 
@@ -885,11 +1019,11 @@ def _empty_interval() -> dict[str, Any]:
 
 def _step_of(state: state_lib.TrainState) -> int:
   """The step of a state, equal for all seeds."""
-  return int(state.step.reshape(-1)[0])
+  return int(sharding.to_host(state.step).reshape(-1)[0])
 
 
 def _gate_of(state: state_lib.TrainState) -> float:
-  return float(state.gate.reshape(-1)[0])
+  return float(sharding.to_host(state.gate).reshape(-1)[0])
 
 
 def _json(value: Any) -> Any:
@@ -926,10 +1060,14 @@ def different_fields(config: Config, before: dict[str, Any]) -> list[str]:
       else:
         yield prefix + name, value
 
-  now = dict(flat(config_lib.to_dict(config)))
+  def flat_config(config):  # a run may go on, on other devices
+    fields = flat(config_lib.to_dict(config))
+    return {n: v for n, v in fields if not n.startswith("mesh.")}
+
+  now = flat_config(config)
   # A group of fields younger than the saved run has its defaults there.
   saved_config = config_lib.config_from_dict(before)
-  before = dict(flat(config_lib.to_dict(saved_config)))
+  before = flat_config(saved_config)
   return [
     f"{name}: saved {before.get(name)!r}, now {now.get(name)!r}"
     for name in sorted(now.keys() | before.keys())

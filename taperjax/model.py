@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from taperjax import attention, gate as gate_lib, norms
+from taperjax import attention, gate as gate_lib, norms, sharding
 from taperjax.config import ModelConfig, site_names
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -93,7 +93,11 @@ class Attention(nn.Module):
       q_BLHK = attention.rotary(q_BLHK, position_BL, frequency_R)
       k_BLGK = attention.rotary(k_BLGK, position_BL, frequency_R)
     if cache is None:
-      out_BLHK = attention.causal_attention(q_BLHK, k_BLGK, v_BLGK)
+      out_BLHK = sharding.by_part(
+        attention.causal_attention,
+        *(q_BLHK, k_BLGK, v_BLGK),
+        join=lambda x: x.reshape(-1, *x.shape[2:]),
+      )
     else:
       out_BLHK, cache = attention.cached_attention(
         q_BLHK, k_BLGK, v_BLGK, cache, position_BL
@@ -152,9 +156,9 @@ class Block(nn.Module):
     out_BLD, cache = Attention(cfg, name="attn")(
       x_BLD, value_BLD, position_BL, cache
     )
-    h_BLD = h_BLD + out_BLD
+    h_BLD = sharding.split_rows(h_BLD + out_BLD)
     x_BLD, _, mlp_sums_2 = norm("mlp_norm", h_BLD, 1)
-    h_BLD = h_BLD + MLP(cfg, name="mlp")(x_BLD)
+    h_BLD = sharding.split_rows(h_BLD + MLP(cfg, name="mlp")(x_BLD))
     square_BL = _mean_square(h_BLD) if self.watched else None
     return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache, square_BL)
 
@@ -234,6 +238,7 @@ class Transformer(nn.Module):
         dtype=dtype,
         name="position_embed",
       )(position_BL)
+    h_BLD = sharding.split_rows(h_BLD)
 
     c_N, c_final = c[:-1].reshape(cfg.num_layers, -1, *c.shape[1:]), c[-1]
     gate_S = jnp.broadcast_to(gate, (2 * cfg.num_layers + 1,))

@@ -8,8 +8,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from taperjax import calibration, fakeln, gate, lora, model, optimizer
+from taperjax import (
+  calibration,
+  fakeln,
+  gate,
+  lora,
+  model,
+  optimizer,
+  sharding,
+)
 from taperjax.config import Config
 
 
@@ -100,6 +109,39 @@ def create_seeds(config: Config, initial: dict | None = None) -> SeedStates:
   states = jax.vmap(lambda seed: create(config, seed, initial))(seeds_S)
   fields = {f.name: getattr(states, f.name) for f in dataclasses.fields(states)}
   return SeedStates(**fields, diverged=jnp.zeros_like(states.step))
+
+
+def start(
+  config: Config, initial: dict | None = None, mesh: Mesh | None = None
+) -> TrainState:
+  """The fresh state of a run, compiled; on a mesh each device makes its part.
+
+  Args:
+    config: of the run; several seeds give `SeedStates`.
+    initial: as for `create`, arrays of the host.
+    mesh: or None for one device.
+  """
+  out = None
+  if mesh is not None:
+    out = shardings(config, mesh)
+    if initial is not None:
+      initial = jax.tree.map(
+        sharding.place, initial, sharding.specs(initial, mesh)
+      )
+  if len(config.seeds) > 1:
+    make = jax.jit(create_seeds, static_argnums=0, out_shardings=out)
+    return make(config, initial)
+  make = jax.jit(create, static_argnums=(0, 1), out_shardings=out)
+  return make(config, config.seeds[0], initial)
+
+
+def shardings(config: Config, mesh: Mesh) -> TrainState:
+  """Where each leaf of the state of a run lies.
+
+  Raises:
+    UserError: not every leaf is covered by exactly one rule.
+  """
+  return sharding.specs(abstract(config), mesh, len(config.seeds) > 1)
 
 
 @jax.jit

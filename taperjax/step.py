@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from taperjax import (
   calibration,
@@ -19,6 +20,7 @@ from taperjax import (
   lora,
   losses,
   model,
+  sharding,
   state as state_lib,
 )
 from taperjax.config import Config, ModelConfig, TaperConfig
@@ -45,18 +47,21 @@ def _sums(params, config, gate, c, tokens_BL1, mask_BL, collect):
     output="hidden",
   )
   kernel_DV, bias_V = model.head_weights(params, config)
-  nll, logit_norm = losses.token_cross_entropy(
+  kernel_DV = sharding.whole(kernel_DV.astype(hidden_BLD.dtype))
+  nll, logit_norm = sharding.by_part(
+    lambda h_TD, target_T, weight_T: losses.token_cross_entropy(
+      h_TD, kernel_DV, bias_V, target_T, weight_T
+    ),
     hidden_BLD.reshape(-1, config.embed_dim),
-    kernel_DV.astype(hidden_BLD.dtype),
-    bias_V,
     tokens_BL1[:, 1:].reshape(-1),
     mask_BL.reshape(-1),
+    join=jnp.sum,
   )
   return nll, logit_norm, aux
 
 
 def make_train_step(
-  config: Config, phase: str
+  config: Config, phase: str, mesh: Mesh | None = None
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """One optimizer step of a phase: norm, taper or scale (see `gate.phase`).
 
@@ -74,7 +79,8 @@ def make_train_step(
     `micro_batches` the batch is walked in parts whose sums, not means, add up.
     With several seeds the state is `state.SeedStates`, tokens are
     (S, B, L + 1) and metrics (S,), `diverged` among them. With
-    nonfinite="skip" the metrics hold `skipped`, 0 or 1.
+    nonfinite="skip" the metrics hold `skipped`, 0 or 1. On a mesh the state
+    lies as `state.shardings` says, before and after; metrics are everywhere.
   """
   tx = state_lib.make_tx(config)
   schedule = state_lib.make_schedule(config)
@@ -133,7 +139,7 @@ def make_train_step(
     if config.micro_batches == 1:
       grads, means = grad_fn(trained, tokens_BL1, mask_BL)
     else:
-      split = lambda x: x.reshape(config.micro_batches, -1, *x.shape[1:])
+      split = lambda x: sharding.deal(x, config.micro_batches)
 
       def add(total, part):
         part = grad_fn(trained, *part)
@@ -191,12 +197,19 @@ def make_train_step(
     )
     return new, metrics
 
+  step, out = train_step, None
+  if mesh is not None:
+    out = (state_lib.shardings(config, mesh), sharding.everywhere(mesh))
   if len(config.seeds) > 1:
-    step = jax.vmap(_unless_diverged(train_step), in_axes=(0, 0, None))
-    return jax.jit(step, donate_argnums=0)
-  if config.nonfinite == "skip":
-    train_step = _skip_nonfinite(train_step)
-  return jax.jit(train_step, donate_argnums=0)
+    step = jax.vmap(
+      _unless_diverged(train_step),
+      in_axes=(0, 0, None),
+      spmd_axis_name=None if mesh is None else "seed",
+    )
+  elif config.nonfinite == "skip":
+    step = _skip_nonfinite(train_step)
+  step = jax.jit(step, donate_argnums=0, out_shardings=out)
+  return sharding.on_mesh(mesh, step)
 
 
 def scale_loss_weight(taper: TaperConfig, gate: Any) -> Any:
@@ -280,14 +293,15 @@ def grad_norms(grads: dict) -> dict[str, jax.Array]:
 
 
 def make_eval_step(
-  config: ModelConfig,
+  config: ModelConfig, mesh: Mesh | None = None
 ) -> Callable[..., dict[str, jax.Array]]:
   """Token sums of one batch at a gate, for `evaluate`.
 
   Returns:
     eval_step(params, c_S, gate, tokens_BL1, mask_BL) -> dict of float32 sums:
     nll, logit_norm, scale, tokens. Jitted; a Python gate 1.0 or 0.0 compiles
-    its branch alone, an array serves every gate between.
+    its branch alone, an array serves every gate between. On a mesh tokens and
+    mask are whole numpy arrays, of which each device takes its rows.
   """
 
   def eval_step(params, c_S, gate, tokens_BL1, mask_BL):
@@ -302,17 +316,25 @@ def make_eval_step(
       "tokens": jnp.sum(mask_BL),
     }
 
-  fixed = jax.jit(eval_step, static_argnums=2)
-  traced = jax.jit(eval_step)
+  out = None if mesh is None else sharding.everywhere(mesh)
+  fixed = jax.jit(eval_step, static_argnums=2, out_shardings=out)
+  traced = jax.jit(eval_step, out_shardings=out)
+  fixed, traced = (sharding.on_mesh(mesh, run) for run in (fixed, traced))
 
   def call(params, c_S, gate, tokens_BL1, mask_BL):
+    if mesh is not None:
+      rows = sharding.batch_sharding(mesh)
+      tokens_BL1 = sharding.place(tokens_BL1, rows)
+      mask_BL = sharding.place(mask_BL, rows)
     run = fixed if isinstance(gate, float) and gate in (0.0, 1.0) else traced
     return run(params, c_S, gate, tokens_BL1, mask_BL)
 
   return call
 
 
-def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
+def make_calibrate(
+  config: Config, mesh: Mesh | None = None
+) -> Callable[[TrainState], TrainState]:
   """Taper start: c and s_tgt are frozen, gamma~ <- gamma.
 
   Source: arXiv:2602.10408 (v1), section 3.3 and appendix A.6. Runs once, after
@@ -328,7 +350,9 @@ def make_calibrate(config: Config) -> Callable[[TrainState], TrainState]:
     params = calibration.copy_gains(state.params)
     return state.replace(taper=taper, params=params)
 
+  run, out = calibrate, None
+  if mesh is not None:
+    out = state_lib.shardings(config, mesh)
   if len(config.seeds) > 1:
-    live = lambda state: _keep_diverged(calibrate(state), state)
-    return jax.jit(jax.vmap(live), donate_argnums=0)
-  return jax.jit(calibrate, donate_argnums=0)
+    run = jax.vmap(lambda state: _keep_diverged(calibrate(state), state))
+  return jax.jit(run, donate_argnums=0, out_shardings=out)

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(taperjax.__file__).parent
 ROWS = [
   {"errors", "gate", "drawing"},
   {"config", "norms", "metrics"},
+  {"sharding"},
   {
     "losses", "calibration", "attention", "optimizer", "data", "summary",
     "evaluation", "lora", "fakeln",

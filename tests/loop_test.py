@@ -297,8 +297,8 @@ def test_nonfinite_number_stops_and_keeps_the_last_good_checkpoint(
   shutil.rmtree(workdir / "checkpoints" / "10")
   make_train_step = loop.step_lib.make_train_step
 
-  def broken(config, phase):
-    step = make_train_step(config, phase)
+  def broken(config, phase, mesh):
+    step = make_train_step(config, phase, mesh)
 
     def call(state, *batch):
       state, values = step(state, *batch)

@@ -226,16 +226,16 @@ def test_a_seed_that_is_not_there_is_one_line(root, name, seed, message):
 
 def poison(monkeypatch, places):
   """The first weights of these seeds are infinite."""
-  create = state.create_seeds
+  start = state.start
 
-  def poisoned(config, initial=None):
-    states = create(config, initial)
+  def poisoned(*args):
+    states = start(*args)
     embed = states.params["embed"]
     for i in places:
       embed["embedding"] = embed["embedding"].at[i, :, 0].set(jnp.inf)
     return states
 
-  monkeypatch.setattr(loop.state_lib, "create_seeds", poisoned)
+  monkeypatch.setattr(loop.state_lib, "start", poisoned)
 
 
 def test_a_run_goes_on_without_a_seed_that_diverged(

@@ -134,6 +134,7 @@ def fields(**changes) -> dict:
     "fold": {"untie": True},
     "init": {"checkpoint": None},
     "lora": {"rank": 0, "alpha": 16.0, "targets": ("q", "v")},
+    "mesh": {"seed": 1, "data": 1, "fsdp": 1, "tensor": 1},
     # Cuts after steps 1 to 7, the treatments end after 8 and 9.
     "fakeln": {
       "start": 1,
