@@ -1,16 +1,24 @@
 """Whole runs on many devices, for the tests; as a program:
 
-    python -m tests.meshes eight ROOT           8 virtual devices, all meshes
     python -m tests.meshes two ROOT PORT I      process I of two
+    python -m tests.meshes eight ROOT           8 virtual devices; after `two`
+    python -m tests.meshes axes ROOT            each axis of the mesh alone
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pathlib
+import re
 import shutil
 import sys
+import time
 
+import numpy as np
+
+KEY_BIAS = "attn/k/bias"  # its gradient is zero in theory: see seeds_test
 STEPS, START, END = 20, 6, 14  # k_s and k_e
 SHAPE = {
   "steps": STEPS,
@@ -30,6 +38,7 @@ SHAPE = {
   "eval__max_windows": 13,  # three rows of the last batch are padding
   "checkpoint__every": 10,
 }
+PAIR = {"mesh__fsdp": 2}  # a device each: no process has the whole state
 MIXED = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
 
 
@@ -58,21 +67,122 @@ def two(root: pathlib.Path, port: str, process: str) -> None:
   from taperjax import sharding
 
   sharding.connect(f"127.0.0.1:{port}", 2, int(process))
-  train(root, "two", **MIXED)
+  train(root, "two", **PAIR)
 
 
 def eight(root: pathlib.Path) -> None:
-  devices(1)
-  train(root, "one")
   devices(8)
   train(root, "mixed", **MIXED)
+  devices(1)
+  train(root, "one")
+  continued(root, "mixed", "mixed-on-one")
+  continued(root, "two", "two-on-one")
+  devices(8)
+  continued(root, "one", "one-on-mixed", **MIXED)
+
+
+def axes(root: pathlib.Path) -> None:
+  """Each axis alone, and seeds: prints differences from one device."""
+  del root
+  for changes in (
+    {"mesh__data": 8},
+    {"mesh__fsdp": 8},
+    {"mesh__tensor": 4},
+    MIXED,
+  ):
+    _print_difference(changes, {})
+  seeds = {"seeds": (0, 1)}
+  _print_difference({"mesh__seed": 2, **seeds}, seeds)
+  _print_difference({"mesh__seed": 2, **MIXED, **seeds, "mesh__data": 1}, seeds)
+
+
+def _print_difference(changes: dict, reference: dict) -> None:
+  begin = time.process_time()
+  got, want = (steps(**both) for both in (changes, reference))
+  worst = difference(got[1].params, want[1].params)
+  line = {
+    "mesh": {n[6:]: v for n, v in changes.items() if n.startswith("mesh__")},
+    "loss": max(
+      float(np.max(np.abs(a - b))) for a, b in zip(got[0], want[0], strict=True)
+    ),
+    "key bias": max(v for n, v in worst.items() if n.endswith(KEY_BIAS)),
+    "other parameters": max(
+      v for n, v in worst.items() if not n.endswith(KEY_BIAS)
+    ),
+    "c": float(np.max(np.abs(got[1].taper.c / want[1].taper.c - 1))),
+    "collectives": got[2],
+    "cpu_s": round(time.process_time() - begin),
+  }
+  print(json.dumps(line), flush=True)
+
+
+def difference(got, want) -> dict[str, float]:
+  """Largest difference of each leaf, by name."""
+  import jax
+
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): float(
+      np.max(np.abs(np.float64(a) - b))
+    )
+    for (path, a), b in zip(
+      jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want),
+      strict=True,
+    )
+  }
+
+
+def steps(**changes):
+  """(losses, state, collectives of a step) of a run without files."""
+  import jax
+
+  from taperjax import config as config_lib, gate, sharding, state, step
+  from tests import runs
+
+  fields = runs.fields(**{**SHAPE, **changes})
+  config = config_lib.parse(fields).with_vocab(257)
+  count = math.prod(fields["mesh"].values())
+  mesh = sharding.make_mesh(config.mesh, jax.local_devices()[:count])
+  many, found, losses = len(config.seeds) > 1, {}, []
+  mask = np.ones((8, 12), np.float32)
+  mask[:, 7:] = mask[3:, 4:] = 0  # an unequal share of padding in each part
+
+  def put(array, many=False):
+    if mesh is None:
+      return array
+    return sharding.place(array, sharding.batch_sharding(mesh, many))
+
+  mask, now, seen = put(mask), state.start(config, mesh=mesh), ""
+  for k in range(1, STEPS + 1):
+    rng = np.random.default_rng(k)
+    shape = (len(config.seeds), 8, 13) if many else (8, 13)
+    tokens = put(rng.integers(0, 257, shape, np.int32), many)
+    phase = gate.phase(k, config.taper_steps)
+    if phase not in found:
+      found[phase] = step.make_train_step(config, phase, mesh)
+      if mesh is not None and phase == gate.TAPER:
+        seen = collectives(found[phase].lower(now, tokens, mask).compile())
+    now, metrics = found[phase](now, tokens, mask)
+    losses.append(jax.device_get(metrics["loss"]))
+    if k == config.taper_steps.start:
+      now = step.make_calibrate(config, mesh)(now)
+  return losses, jax.device_get(now), seen
+
+
+def collectives(compiled) -> dict[str, int]:
+  """How often each kind stands in a compiled program."""
+  kinds = re.findall(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\(",
+    compiled.as_text(),
+  )
+  return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
 if __name__ == "__main__":
   kind, folder, *rest = sys.argv[1:]
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-  count = {"eight": 8, "two": 4}[kind]
+  count = {"eight": 8, "axes": 8, "two": 1}[kind]
   flag = f"--xla_force_host_platform_device_count={count}"
   os.environ["XLA_FLAGS"] = flag
-  {"eight": eight, "two": two}[kind](pathlib.Path(folder), *rest)
+  {"eight": eight, "axes": axes, "two": two}[kind](pathlib.Path(folder), *rest)

@@ -147,3 +147,30 @@ def test_a_run_may_go_on_with_another_mesh():
   assert loop.different_fields(other, before) == []
   del before["mesh"]  # of a run saved before there was one
   assert loop.different_fields(other, before) == []
+
+
+@pytest.mark.parametrize("arguments, match", [
+  ((None, 2, None), "--processes=2 with --coordinator=None: it goes with the"),
+  (("auto", None, 0), "--process=0 with --coordinator=auto: it goes with the"),
+  (("a:1", 2, None), "--coordinator=a:1 needs --process; give --processes=N "),
+  (("a:1", 2, 2), "--process=2 must be from 0 to --processes - 1 = 1; "),
+  (("a", 2, 0), "--coordinator=a must be HOST:PORT, for example 127.0.0.1:"),
+])
+def test_processes_that_cannot_meet_are_refused(arguments, match):
+  """Before a process waits minutes for one that never comes."""
+  with pytest.raises(UserError, match=match):
+    sharding.connect(*arguments)
+
+
+def test_a_process_alone_connects_to_nobody():
+  assert sharding.connect(None, None, None) is None
+  assert jax.process_count() == 1
+
+
+def test_micro_batches_take_rows_of_every_device():
+  """Else a micro-batch would lie on one device, and the others wait."""
+  x = np.arange(8)
+  with jax.sharding.use_abstract_mesh(abstract_mesh(data=2)):
+    found = jax.eval_shape(lambda x: sharding.deal(x, 2), x)
+  assert found.shape == (2, 4)
+  np.testing.assert_array_equal(sharding.deal(x, 2), x.reshape(2, 4))
