@@ -163,6 +163,14 @@ class Block(nn.Module):
     return h_BLD, (jnp.stack([attn_sums_2, mlp_sums_2]), cache, square_BL)
 
 
+def _look_up(embed: nn.Embed, ids_BL: jax.Array) -> jax.Array:
+  """embed(ids); on a mesh each device looks its rows up in the whole table."""
+  if not sharding.here():
+    return embed(ids_BL)
+  table_VD = sharding.whole(embed.embedding.astype(embed.dtype))
+  return jnp.take(table_VD, ids_BL, axis=0)
+
+
 def _mean_square(h_BLD):
   h_BLD = h_BLD.astype(jnp.float32)
   return jnp.mean(h_BLD * h_BLD, axis=-1)
@@ -229,15 +237,16 @@ class Transformer(nn.Module):
       dtype=dtype,
       name="embed",
     )
-    h_BLD = embedding_VD(tokens_BL)
+    h_BLD = _look_up(embedding_VD, tokens_BL)
     if cfg.positions == "learned":
-      h_BLD = h_BLD + nn.Embed(
+      position_MD = nn.Embed(
         cfg.context_len,
         cfg.embed_dim,
         embedding_init=_normal(cfg.init_std),
         dtype=dtype,
         name="position_embed",
-      )(position_BL)
+      )
+      h_BLD = h_BLD + _look_up(position_MD, position_BL)
     h_BLD = sharding.split_rows(h_BLD)
 
     c_N, c_final = c[:-1].reshape(cfg.num_layers, -1, *c.shape[1:]), c[-1]

@@ -234,16 +234,21 @@ def _lower(mesh, function, args):
     return function.lower(*args)
 
 
+def here() -> bool:
+  """Whether the program that is being traced is for a mesh."""
+  return not jax.sharding.get_abstract_mesh().empty
+
+
 def split_rows(x_B: jax.Array) -> jax.Array:
   """Says that the rows of an array are split as the batch is; inside jit."""
-  if jax.sharding.get_abstract_mesh().empty:
+  if not here():
     return x_B
   return jax.lax.with_sharding_constraint(x_B, Spec(ROWS))
 
 
 def whole(x: jax.Array) -> jax.Array:
   """Says that every device has the whole array; inside jit."""
-  if jax.sharding.get_abstract_mesh().empty:
+  if not here():
     return x
   return jax.lax.with_sharding_constraint(x, _WHOLE)
 
