@@ -644,11 +644,17 @@ class Run:
       if not self.diverged[i]:
         one = self._one(state, i)
         values, now = self._evaluate_seed(one, seed)
-        skips = self.config.nonfinite == "skip" and k < self.config.steps
-        if skips and (bad := metrics_lib.finite(values)):
-          self.metrics.write(k, values, "skipped")
-          say(f"step {k}: {bad} is not finite; training goes on", self.progress)
-          return None
+        bad = metrics_lib.finite(values)
+        if bad and self.config.nonfinite == "skip":
+          if k < self.config.steps:
+            self.metrics.write(k, values, "skipped")
+            say(
+              f"step {k}: {bad} is not finite; training goes on", self.progress
+            )
+            return None
+          self._check_update(state)  # the model is kept, and the run stops
+          self._save(state, None)
+          self.checkpoints.wait()
         if not self.many:
           self._check_finite(k, values)
         elif bad := metrics_lib.finite(values):

@@ -586,3 +586,18 @@ def test_without_a_finite_step_there_is_no_calibration(
   with pytest.raises(loop.NotFinite, match="scale_target=nan at step 4"):
     runs.train(root, tmp_path / "run", nonfinite="skip", eval__every=10,
                checkpoint__every=10)
+
+
+def test_a_run_that_skips_keeps_a_last_model_whose_loss_is_not_finite(
+  root, tmp_path, monkeypatch
+):
+  """Single windows may overflow where training goes well."""
+  loss = loop.Run._loss
+  monkeypatch.setattr(
+    loop.Run, "_loss", lambda *args: loss(*args) | {"loss": math.nan}
+  )
+  with pytest.raises(loop.NotFinite, match="at step 10 .*checkpoint is step 10"):
+    runs.train(root, tmp_path / "run", nonfinite="skip")
+  assert saved.load(tmp_path / "run").step == 10
+  kinds = [r["kind"] for r in runs.records(tmp_path / "run")]
+  assert kinds.count("skipped") == 1  # the evaluation of step 5
