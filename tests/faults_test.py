@@ -1,0 +1,48 @@
+"""The short form of `python -m tests.faults`: nothing may be lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import faults, runs
+
+
+@pytest.mark.parametrize("count", [8])
+def test_disturbed_runs_end_the_same_or_say_why(tmp_path, count):
+  """A kill in each stage, a signal, damaged files, small disks, the clock, and
+  a second run; in a process of its own, for it forks before jax starts.
+  """
+  out = tmp_path / "found.json"
+  done = subprocess.run(
+    [sys.executable, "-m", "tests.faults", f"--kills={count}",
+     f"--json={out}"],
+    cwd=runs.REPOSITORY,
+    capture_output=True,
+    text=True,
+    timeout=runs.LIMIT,
+    env=os.environ | {"TMPDIR": str(tmp_path)},
+  )
+  assert done.returncode == 0, done.stderr
+  found = [tuple(row) for row in json.loads(out.read_text())]
+  assert not [row for row in found if row[1] == faults.LOST]
+  kills = [fault for fault, _ in found if fault.startswith("SIGKILL")]
+  assert len(kills) == count
+  fell = {fault.removeprefix("SIGKILL, ") for fault in kills}
+  assert len(fell & {*faults.STAGES}) >= len(faults.STAGES) - 2
+  names = " ".join(fault for fault, _ in found)
+  for what in ("SIGTERM", "checkpoint file", "tokens file", "clock", "second"):
+    assert what in names
+
+
+def test_the_table_counts_what_was_found():
+  lines = faults.table([
+    ("b", faults.SAME), ("a", faults.TOLD), ("b", faults.LOST)
+  ])
+  assert lines[2:] == [
+    "| a | 1 | 0 | 1 | 0 |", "| b | 2 | 1 | 0 | 1 |", "| all | 3 | 1 | 1 | 1 |"
+  ]
