@@ -92,14 +92,15 @@ def child(
   """Forks a process that runs, and compares with the undisturbed run.
 
   Exit codes: 0 the same bits, 2 one line of ours, 1 anything else; what it says
-  is appended to workdir.log.
+  is appended to a log in `root`, which is never on a small disk.
   """
   sys.stdout.flush()
   number = os.fork()
   if number:
     return number
   code = 1
-  with pathlib.Path(f"{workdir}.log").open("ab", buffering=0) as log:
+  name = "_".join(workdir.relative_to(root).parts)
+  with (root / f"{name}.log").open("ab", buffering=0) as log:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     try:
@@ -283,19 +284,11 @@ def disks(root: pathlib.Path) -> Iterator:
   with tmpfs(root / "readonly", 2**26) as remount:
     workdir = root / "readonly" / "run"
     ended(child(root, workdir, stop_after=runs.START + 1, compare=False))
-    log = root / "readonly.log"
     remount("ro")
-    first = _elsewhere(root, workdir, log)
+    first = again(root, workdir)
     remount("rw")
     second = again(root, workdir)
     yield "read-only workdir", first if second == SAME else LOST
-
-
-def _elsewhere(root, workdir, log) -> str:
-  """`again` where no log can be written beside the workdir."""
-  link = root / "readonly_run"
-  link.symlink_to(workdir)
-  return again(root, link)
 
 
 def _clock_back() -> None:
