@@ -6,7 +6,7 @@ A run of ten steps is disturbed, and the same command is given again. It must
 end with the bits of the run that nobody disturbed ("same"), or with one line
 that names what is lost and how to go on ("told"); anything else is "lost", and
 the exit code is 1. Kills fall into each stage in turn, at a random moment.
-`--each` damages every file of a checkpoint in every way, else a few are drawn.
+`--each` damages every file in every way and fills more disks, else a few do.
 The full disk and the read-only folder need the right to mount a tmpfs.
 """
 
@@ -234,7 +234,7 @@ def damages(
   files = [p for p in sorted((stopped / folder).rglob("*")) if p.is_file()]
   trials = [(f, name) for f in files for name in DAMAGES]
   if not each:
-    trials = rng.sample(trials, min(3, len(trials)))
+    trials = rng.sample(trials, min(2, len(trials)))
   for i, (file, name) in enumerate(trials):
     workdir = root / f"{part}{i}"
     shutil.copytree(stopped, workdir)
@@ -267,11 +267,12 @@ def tmpfs(folder: pathlib.Path, size: int) -> Iterator[Callable[[str], None]]:
     subprocess.run(["umount", str(folder)], check=False, capture_output=True)
 
 
-def disks(root: pathlib.Path) -> Iterator:
+def disks(root: pathlib.Path, each: bool) -> Iterator:
   """A disk that fills up at some point, and a folder that is read-only."""
   whole = sum(p.stat().st_size for p in (root / "whole").rglob("*"))
   # From too small for the tokens to too small for the last files.
-  for i, share in enumerate((0.02, 0.15, 0.3, 0.5, 0.7, 0.9)):
+  shares = (0.02, 0.15, 0.3, 0.5, 0.7, 0.9) if each else (0.15, 0.7)
+  for i, share in enumerate(shares):
     with tmpfs(root / f"full{i}", max(4096, int(whole * share))) as remount:
       workdir = root / f"full{i}" / "run"
       first = again(root, workdir)
@@ -348,7 +349,7 @@ def suite(
   yield from damages(root, each, rng, "checkpoint")
   yield from damages(root, each, rng, "tokens")
   if can_mount():
-    yield from disks(root)
+    yield from disks(root, each)
   yield from others(root)
 
 
@@ -371,7 +372,7 @@ def table(found: list[tuple[str, str]]) -> list[str]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--kills", type=int, default=56)
-  parser.add_argument("--each", action="store_true", help="every file")
+  parser.add_argument("--each", action="store_true", help="every file and disk")
   parser.add_argument("--json", metavar="FILE")
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args()
