@@ -267,12 +267,11 @@ def tmpfs(folder: pathlib.Path, size: int) -> Iterator[Callable[[str], None]]:
     subprocess.run(["umount", str(folder)], check=False, capture_output=True)
 
 
-def disks(root: pathlib.Path, each: bool) -> Iterator:
+def disks(root: pathlib.Path) -> Iterator:
   """A disk that fills up at some point, and a folder that is read-only."""
   whole = sum(p.stat().st_size for p in (root / "whole").rglob("*"))
   # From too small for the tokens to too small for the last files.
-  shares = (0.02, 0.15, 0.3, 0.5, 0.7, 0.9) if each else (0.15, 0.7)
-  for i, share in enumerate(shares):
+  for i, share in enumerate((0.02, 0.15, 0.3, 0.5, 0.7, 0.9)):
     with tmpfs(root / f"full{i}", max(4096, int(whole * share))) as remount:
       workdir = root / f"full{i}" / "run"
       first = again(root, workdir)
@@ -348,8 +347,8 @@ def suite(
   yield from terms(root, 8 if each else 1, rng)
   yield from damages(root, each, rng, "checkpoint")
   yield from damages(root, each, rng, "tokens")
-  if can_mount():
-    yield from disks(root, each)
+  if each and can_mount():
+    yield from disks(root)
   yield from others(root)
 
 

@@ -14,8 +14,8 @@ from tests import faults, runs
 
 @pytest.mark.parametrize("count", [5])
 def test_disturbed_runs_end_the_same_or_say_why(tmp_path, count):
-  """Kills, a signal, damaged files, small disks, the clock, and a second run;
-  in a process of its own, for it forks before jax starts.
+  """Kills, a signal, damaged files, the clock, and a second run; in a process
+  of its own, for it forks before jax starts.
   """
   out = tmp_path / "found.json"
   done = subprocess.run(
