@@ -70,11 +70,11 @@ class MetricsWriter:
         from tensorboardX.event_file_writer import EventsWriter
 
       self._events = EventsWriter(str(events_folder / "events"))
+      for record in kept:
+        self._write_events(record)
+      self._events.flush()
     except OSError as error:
       raise self._unwritable(error) from error
-    for record in kept:
-      self._write_events(record)
-    self._events.flush()
 
   def write(
     self, step: int, scalars: Mapping[str, Any], kind: str = "train"
