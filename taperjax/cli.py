@@ -806,6 +806,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
   if args.model is not None:
     model = api.load(args.model, args.step, args.model_seed)
     params, config, c = model.params, model.config, model.c
+    bench.check(config, args.prompt, args.new)
   else:
     if args.shape not in bench.SHAPES:
       raise UserError(
@@ -813,7 +814,6 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
       )
     bench.check(bench.SHAPES[args.shape], args.prompt, args.new)
     params, config, c = bench.random_model(args.shape)
-  bench.check(config, args.prompt, args.new)
   forms = bench.make_forms(params, config, c, forms)
   cores = roofline.cores()
   bandwidth = roofline.read_bandwidth(cores)

@@ -657,7 +657,7 @@ class Run:
           self.checkpoints.wait()
         if not self.many:
           self._check_finite(k, values)
-        elif bad := metrics_lib.finite(values):
+        elif bad:
           self._end_seed(i, k, bad)
           values = now = None
       found.append(values)

@@ -16,7 +16,7 @@ import numpy as np
 
 from taperjax import decode, drawing, folding, model as model_lib
 from taperjax.bench import roofline, stats
-from taperjax.config import ModelConfig
+from taperjax.config import ModelConfig, mlp_dim
 from taperjax.data import files
 from taperjax.errors import UserError
 
@@ -31,7 +31,7 @@ def _paper(width: int) -> ModelConfig:
   """A size of configs/tinystories.py: 8 layers of 16 heads."""
   return ModelConfig(
     num_layers=8, embed_dim=width, num_heads=16, num_kv_heads=16,
-    head_dim=width // 16, mlp_dim=-(-8 * width // 24) * 8, mlp="swiglu",
+    head_dim=width // 16, mlp_dim=mlp_dim(width), mlp="swiglu",
     positions="rope", rope_theta=1e4, rotary_dim=width // 16, norm_eps=1e-6,
     biases=(), tied=True, init_std=0.02, scan_layers=False, norm="rms",
     internal_norm="taper", final_norm="taper", vocab_size=10_000,
@@ -85,9 +85,7 @@ def make_forms(
       "internal_norm=fake: the norms of this FakeLN run are cut one by one and "
       "have no forms; bench a finished run of another variant"
     )
-  if "baseline" in names and "none" in (
-    config.internal_norm, config.final_norm
-  ):
+  if "baseline" in names and "none" in config.modes:
     raise UserError(
       "--forms=baseline needs the norms, and this model is folded already; "
       "bench the run that it was folded from"
@@ -96,11 +94,12 @@ def make_forms(
   for name in names:
     if name == "baseline":
       forms[name] = (params, config, 1.0, None)
-      continue
-    folded = folding.fold(params, c, config)  # refuses what has no taper
-    forms[name] = (
-      (*folded, 1.0, None) if name == "folded" else (params, config, 0.0, c)
-    )
+    elif name == "unfused":
+      folding.check_config(config)
+      folding.check_c(np.asarray(c), config)
+      forms[name] = (params, config, 0.0, c)
+    else:
+      forms[name] = (*folding.fold(params, c, config), 1.0, None)
   return forms
 
 

@@ -130,7 +130,7 @@ def form_of(model: saved.Model, to: str, dtype: str, remote_code: bool) -> Form:
     "stablehlo", "safetensors"
   ):
     raise UserError(
-      f"internal_norm=mixed: some of the internal norms taper and some do not "
+      "internal_norm=mixed: some of the internal norms taper and some do not "
       f"(taper.sites), which {to} has no place for; export to stablehlo or "
       "safetensors"
     )
