@@ -121,19 +121,16 @@ def _source(
 ) -> Source:
   from taperjax.data import alphabet, corpus, files, text
 
-  if spec == "corpus":
-    version = files.sha256_of_files([pathlib.Path(corpus.__file__)])[:8]
-    path = folder / f"corpus-{seed}-{num_stories}-{version}.txt"
+  if spec in ("corpus", "alphabet"):
+    module, write, number = corpus, corpus.write_corpus, num_stories
+    if spec == "alphabet":
+      module, write = alphabet, alphabet.write_alphabet
+      number = _ALPHABET_DOCUMENTS[part]
+    version = files.sha256_of_files([pathlib.Path(module.__file__)])[:8]
+    path = folder / f"{spec}-{seed}-{number}-{version}.txt"
     if not path.exists():
-      corpus.write_corpus(path, num_stories, seed)
+      write(path, number, seed)
     # Without the folder, so that a moved workdir keeps its names.
-    return dataclasses.replace(text.file_source(path), name=path.name)
-  if spec == "alphabet":
-    version = files.sha256_of_files([pathlib.Path(alphabet.__file__)])[:8]
-    number = _ALPHABET_DOCUMENTS[part]
-    path = folder / f"alphabet-{seed}-{number}-{version}.txt"
-    if not path.exists():
-      alphabet.write_alphabet(path, number, seed)
     return dataclasses.replace(text.file_source(path), name=path.name)
   if spec in ("tinystories", "tinystories-v2"):
     from taperjax.data import tinystories
