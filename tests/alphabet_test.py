@@ -62,8 +62,8 @@ def test_entropy_is_that_of_the_text():
 def test_a_run_gets_two_texts_that_differ(tmp_path):
   """Train and valid have dice of their own, and a seed has others."""
   found = load(tmp_path)
-  train = found.train.tokens.tolist()
-  valid = found.valid.tokens.tolist()
+  train = found.train.tokens[:].tolist()
+  valid = found.valid.tokens[:].tolist()
   assert found.train.meta["num_documents"] == 20_000
   assert found.valid.meta["num_documents"] == 2_000
   assert train[: len(valid)] != valid

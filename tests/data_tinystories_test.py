@@ -127,7 +127,7 @@ def test_builder_keeps_stories_and_order(official):
 
 def test_config_value_tinystories_gives_tokens(official, no_network):
   found = load(official.parent)
-  text = found.tokenizer.decode(found.train.tokens)
+  text = found.tokenizer.decode(found.train.tokens[:])
   assert text == "".join(TRAIN)
   assert found.valid.meta["num_documents"] == len(VALID)
   assert found.train.meta["source"] == "tinystories-v1/train"

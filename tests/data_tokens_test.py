@@ -44,10 +44,9 @@ def setting(tmp_path):
 def test_documents_follow_each_other_with_an_end_after_each(setting):
   found = setting.prepare()
   ids = [97, 98, 256, 99, 100, 0xC3, 0xA9, 256]
-  assert found.tokens.tolist() == ids
-  assert isinstance(found.tokens, np.memmap)
+  assert found.tokens[:].tolist() == ids
   assert found.tokens.dtype == np.uint16
-  assert not found.tokens.flags.writeable
+  assert not found.tokens[:].flags.writeable
   raw = np.array(ids, "<u2").tobytes()
   assert found.path.read_bytes() == raw
   stat = setting.source.stat()
@@ -74,7 +73,7 @@ def test_large_vocabularies_take_four_bytes(setting, monkeypatch):
   monkeypatch.setattr(tokenizer_lib.ByteTokenizer, "eos_id", 65_536)
   found = setting.prepare()
   assert found.tokens.dtype == np.uint32
-  assert found.tokens[-1] == 65_536
+  assert found.tokens[-1:] == 65_536
 
 
 def test_streaming_in_parts_gives_the_same_file(setting, monkeypatch):
@@ -170,7 +169,7 @@ def test_what_changed_is_named_and_built_anew(setting, change, line):
     for document in text.iter_documents(setting.source)
     for i in (*document.encode(), 256)
   ]
-  assert found.tokens.tolist() == expected
+  assert found.tokens[:].tolist() == expected
   setting.prepare()
   assert len(setting.lines) == 1
 
@@ -180,7 +179,7 @@ def test_changed_tokenizer_is_named(setting):
   tok = tokenizer_lib.train_sentencepiece(["ab cd é"] * 3, 270)
   found = setting.prepare(tok)
   assert "made anew: the tokenizer changed." in setting.lines[0]
-  assert found.tokens[-1] == tok.eos_id
+  assert found.tokens[-1:] == tok.eos_id
 
 
 @pytest.mark.parametrize("key", ["source", "tokenizer", "tokens"])
@@ -207,6 +206,30 @@ def test_changed_text_stops_a_resumed_run_before_anything_is_replaced(setting):
     setting.prepare(expect=found.hashes)
   assert found.path.read_bytes() == before
   assert setting.lines == []
+
+
+def test_a_stream_reads_as_the_array_does(tmp_path):
+  """Slices of every kind that evaluation and training take."""
+  ids = np.random.default_rng(0).integers(0, 2**16, 50).astype("<u2")
+  ids.tofile(tmp_path / "a.bin")
+  stream = tokens_lib.Stream(tmp_path / "a.bin", ids.dtype)
+  assert len(stream) == 50
+  for part in (
+    slice(None), slice(7), slice(7, 19), slice(-5, None), slice(45, 99),
+    slice(9, 3),
+  ):
+    np.testing.assert_array_equal(stream[part], ids[part], strict=True)
+  np.testing.assert_array_equal(np.asarray(stream), ids, strict=True)
+
+
+def test_a_file_that_is_cut_short_under_a_run_is_told(tmp_path):
+  """A memory map would end the process without a word."""
+  np.arange(50, dtype="<u2").tofile(tmp_path / "a.bin")
+  stream = tokens_lib.Stream(tmp_path / "a.bin", np.dtype("<u2"))
+  os.truncate(tmp_path / "a.bin", 60)
+  assert stream[10:30].tolist() == list(range(10, 30))
+  with pytest.raises(UserError, match=r"tokens=.*a\.bin ends early: .* start"):
+    stream[25:40]
 
 
 def test_fault_while_tokenizing_leaves_nothing(setting):
@@ -271,12 +294,12 @@ def test_a_tokenizer_that_changes_the_text_is_refused(
   model.train_from_iterator(["one two"], trainer)
   setting.source.write_text(text)
   exact = tokenizer_lib.HFTokenizer(model.to_str().encode())
-  assert exact.decode(setting.prepare(exact).tokens) == text
+  assert exact.decode(setting.prepare(exact).tokens[:]) == text
   model.normalizer = getattr(tokenizers.normalizers, normalizer)()
   with pytest.raises(UserError, match=match) as error:
     setting.prepare(tokenizer_lib.HFTokenizer(model.to_str().encode()))
   assert str(error.value).startswith("data.tokenizer, of kind huggingface, ")
-  assert exact.decode(setting.prepare(exact).tokens) == text
+  assert exact.decode(setting.prepare(exact).tokens[:]) == text
 
 
 def load(folder, **kwargs):
@@ -304,7 +327,7 @@ def test_corpus_run_needs_one_call_and_reuses_all(tmp_path):
   assert first.train.meta["num_documents"] == 100
   assert first.valid.meta["num_documents"] == 10
   assert first.train.meta["vocab_size"] == 400
-  ids = first.train.tokens.tolist()
+  ids = first.train.tokens[:].tolist()
   story = first.tokenizer.decode(ids[: ids.index(first.tokenizer.eos_id)])
   assert len(story.split()) > 60
 

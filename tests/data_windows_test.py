@@ -1,13 +1,15 @@
 """Windows: which tokens are read, and how often."""
 
 import math
+import os
+import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from taperjax.data import windows
+from taperjax.data import tokens as token_files, windows
 from taperjax.errors import UserError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -91,6 +93,33 @@ def test_long_files_are_read_everywhere_and_at_the_windows_only():
   assert recorder.num_read == 100 * 8
 
 
+@pytest.mark.skipif(
+  not pathlib.Path("/proc/self/statm").exists(), reason="needs /proc"
+)
+def test_memory_stays_flat_on_a_file_of_20_gb(tmp_path):
+  """A memory map keeps what it has touched: 64 KB a window, 200 MB here."""
+  path = tmp_path / "sparse.bin"
+  with path.open("wb") as file:
+    file.truncate(20 * 10**9)
+  tokens = token_files.Stream(path, np.dtype("<u2"))
+  assert len(tokens) == 10**10
+
+  def resident():
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+  def draw_at(step):
+    return windows.train_batch(
+      tokens, seed=0, step=step, batch_size=16, context_len=512
+    )
+
+  draw_at(0)
+  before = resident()
+  for step in range(200):
+    assert draw_at(step).shape == (16, 513)
+  assert resident() - before < 20 * 2**20
+
+
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 15, 16, 57, 100])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_token_but_the_first_is_scored_once(length, batch_size):
@@ -162,7 +191,7 @@ def test_text_without_a_token_to_score_is_told(tmp_path):
   with pytest.raises(UserError, match="data=the text holds 1 tokens, .* give"):
     next(windows.eval_batches(TOKENS[:1], batch_size=1, context_len=7))
   TOKENS[:1].tofile(tmp_path / "valid.bin")
-  tokens = np.memmap(tmp_path / "valid.bin", TOKENS.dtype, "r")
+  tokens = token_files.Stream(tmp_path / "valid.bin", TOKENS.dtype)
   with pytest.raises(UserError, match=r"data=/.*valid\.bin holds 1 tokens"):
     next(windows.eval_batches(tokens, batch_size=1, context_len=7))
 

@@ -166,9 +166,22 @@ def lock(
 
 def sha256_of_files(paths: Iterable[pathlib.Path]) -> str:
   """Hex sha256 of the contents of the files, one after another."""
-  digest = hashlib.sha256()
-  for path in paths:
-    with path.open("rb") as file:
-      while block := file.read(1 << 20):
-        digest.update(block)
+  import tqdm
+
+  paths, digest = list(paths), hashlib.sha256()
+  progress = tqdm.tqdm(
+    desc=f"checking {paths[0].name}" if paths else None,
+    total=sum(path.stat().st_size for path in paths),
+    unit="B",
+    unit_scale=True,
+    delay=2,
+    leave=False,
+    disable=None,  # no bar where standard error is no terminal
+  )
+  with progress:
+    for path in paths:
+      with path.open("rb") as file:
+        while block := file.read(1 << 20):
+          digest.update(block)
+          progress.update(len(block))
   return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Token files: text tokenized once, memory-mapped, never silently stale."""
+"""Token files: text tokenized once, read in place, never silently stale."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pathlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,11 +23,50 @@ FORMAT = 1
 BATCH_CHARS = 1 << 20  # text that is tokenized at a time
 
 
+class Stream:
+  """Ids in a file, read where a slice asks for them, as a 1-D array.
+
+  A memory map would keep all pages that a window has touched (1 GB after 16,000
+  windows of a large file), and kill the process where the file is cut short.
+
+  Attributes:
+    path: of the file. dtype: of the ids.
+  """
+
+  def __init__(self, path: pathlib.Path, dtype: np.dtype):
+    self.path, self.dtype = path, dtype
+    self._file = os.open(path, os.O_RDONLY)
+    weakref.finalize(self, os.close, self._file)
+    self._length = os.fstat(self._file).st_size // dtype.itemsize
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, part: slice) -> np.ndarray:
+    start, stop, _ = part.indices(self._length)
+    size = self.dtype.itemsize
+    wanted = max(0, stop - start) * size
+    blocks, found = [], 0
+    while found < wanted:  # a call gives at most 2 GB
+      block = os.pread(self._file, wanted - found, start * size + found)
+      if not block:
+        raise UserError(
+          f"tokens={self.path} ends early: it was shortened while a run reads "
+          "it; start again, and it is made anew"
+        )
+      blocks.append(block)
+      found += len(block)
+    return np.frombuffer(b"".join(blocks), self.dtype)
+
+  def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    return np.array(self[:], dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
   """A stream of ids on disk, with the JSON that says where it came from."""
 
-  tokens: np.memmap  # [num_tokens] uint16 or uint32
+  tokens: Stream  # [num_tokens] uint16 or uint32
   path: pathlib.Path
   meta: dict[str, Any]
 
@@ -102,14 +142,14 @@ def open_tokens(
   try:
     meta = json.loads(meta_path.read_bytes())
     size = path.stat().st_size
-    dtype = np.dtype(meta["dtype"])
+    dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]])
     if meta["format"] != FORMAT:
       return None, f"its format is {meta['format']}, not {FORMAT}"
     if size != meta["num_tokens"] * dtype.itemsize:
       return None, f"the file has {size} bytes, another size than recorded"
     if files.sha256_of_files([path]) != meta["tokens_sha256"]:
       return None, "the file was changed since it was written (sha256)"
-    found = TokenFile(np.memmap(path, dtype, "r"), path, meta)
+    found = TokenFile(Stream(path, dtype), path, meta)
     _ = found.hashes, meta["source_size"], meta["source_mtimes_ns"]  # are there
   except FileNotFoundError as error:
     missing = pathlib.Path(error.filename)

@@ -29,7 +29,7 @@ def train_batch(
   state and two steps can never share a stream.
 
   Args:
-    tokens: one stream of ids, 1-D; a memory map is read at the windows only.
+    tokens: one stream of ids, 1-D, read at the windows only.
     seed: any integer, taken modulo 2**64.
     step: step number, 0 or more.
     batch_size: rows of the global batch, over all processes.
@@ -72,7 +72,7 @@ def eval_batches(
     (batch_BP int32, mask_BL float32), mask 1 where a target is scored.
   """
   if len(tokens) < 2:
-    where = getattr(tokens, "filename", "the text")  # of a memory map
+    where = getattr(tokens, "path", "the text")  # of a `tokens.Stream`
     raise UserError(
       f"data={where} holds {len(tokens)} tokens, and the first is not scored; "
       "give a text of 2 or more."
