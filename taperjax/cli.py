@@ -21,6 +21,7 @@ import re
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,30 @@ def report_errors(program: str, debug: bool) -> Iterator[None]:
       file=sys.stderr,
     )
     sys.exit(2)
+
+
+@contextlib.contextmanager
+def ends_alone() -> Iterator[None]:
+  """Of several processes, one that fails ends at once.
+
+  At its exit jax would wait for the others, for minutes, while they wait for a
+  sum with it. So they see its connections close, see `sharding.peers`.
+  """
+  try:
+    yield
+  except BaseException as error:
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+      raise
+    code = 1
+    if isinstance(error, SystemExit):
+      code = error.code
+    else:
+      traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 @contextlib.contextmanager
@@ -187,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = _parser()
   args, rest = parser.parse_known_args(argv)
   args.fields = []
-  if args.command == "reproduce":
+  if args.run in (_reproduce, _bench_train):
     args.fields = [arg for arg in rest if arg.startswith("--config.")]
   if unknown := [arg for arg in rest if arg not in args.fields]:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -238,6 +263,12 @@ def _parser() -> argparse.ArgumentParser:
     "--version", action="version", version=f"taperjax {taperjax.__version__}"
   )
   commands = parser.add_subparsers(dest="command", required=True)
+
+  def measured(sub, written):
+    sub.add_argument("--repeats", type=int, default=20, help="rounds; 20")
+    sub.add_argument("--out", help=f"folder for {written}")
+    sub.add_argument("--json", action="store_true", help="print a JSON object")
+    sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
   def step(sub, seed="--seed"):
     sub.add_argument(
@@ -379,10 +410,12 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--json", action="store_true", help="print a JSON object")
   sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
-  text = "Speed of decoding: live norms, tapered away, and folded, in turn."
+  text = "Speed, measured in turn: of decoding, or of a training step."
   sub = commands.add_parser("bench", help=text, description=text)
-  sub.set_defaults(run=_bench)
-  sub.add_argument("what", choices=("decode",), help="what is measured")
+  kinds = sub.add_subparsers(dest="what", required=True, metavar="WHAT")
+  text = "Decoding: live norms, tapered away, and folded."
+  sub = kinds.add_parser("decode", help=text, description=text)
+  sub.set_defaults(run=_bench_decode)
   sub.add_argument("model", nargs="?", help=where + "; or give --shape")
   step(sub)
   sub.add_argument("--shape", help="random weights: 1m, 3m, 9m, 30m, ...")
@@ -391,12 +424,17 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--new", type=int, default=256, help="tokens; 256")
   sub.add_argument("--dtype", default="float32,bfloat16", help="computed in")
   sub.add_argument("--forms", default="baseline,unfused,folded")
-  sub.add_argument("--repeats", type=int, default=20, help="rounds; 20")
+  measured(sub, "bench.json, and the plot as PNG and SVG")
+  text = "A training step: the model without a taper, and the three phases."
+  sub = kinds.add_parser("train", help=text, description=text)
+  sub.set_defaults(run=_bench_train)
   sub.add_argument(
-    "--out", help="folder for bench.json, and the plot as PNG and SVG"
+    "config",
+    help="FILE or FILE:ARGUMENT of a variant with a taper; fields are set with "
+    "--config.NAME=VALUE",
   )
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  sub.add_argument("--forms", default="baseline,norm,taper,scale")
+  measured(sub, "bench.json")
 
   text = "Write a model for another program, and read it back there."
   sub = commands.add_parser("export", help=text, description=text)
@@ -584,7 +622,6 @@ def _train_spike(model) -> dict[str, Any] | None:
 def _print_tails(found: dict[str, Any], reference: str | None) -> None:
   """Figures and worst tokens of one text, as two tables."""
   import numpy as np
-  from rich.console import Console
   from rich.table import Table
   from rich.text import Text
 
@@ -621,10 +658,7 @@ def _print_tails(found: dict[str, Any], reference: str | None) -> None:
       Text(repr(token["token"]) if token["token"] else f"id {token['id']}"),
       Text(repr(token["before"][-24:])),
     )
-  console = Console()
-  with console.capture() as printed:  # print() knows a closed pipe
-    console.print(figures, worst)
-  print(printed.get(), end="")
+  print(_drawn(figures, worst), end="")
 
 
 def _eval_texts(args, model) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -742,7 +776,6 @@ def _streams_of(paths: list[str], model) -> Any:
 
 def _print_probe(found: dict[str, Any]) -> None:
   """The sites by increase, each alone and with all above it."""
-  from rich.console import Console
   from rich.table import Table
   from rich.text import Text
 
@@ -773,18 +806,25 @@ def _print_probe(found: dict[str, Any]) -> None:
   data = ", ".join(found["data"])
   on = found["calibration_data"]
   on = "its first half" if on is None else ", ".join(on)
-  console = Console()
-  with console.capture() as printed:  # print() knows a closed pipe
-    console.print(table)
   print(
     f"{data}: {found['tokens']:,} tokens scored; c from {on}, "
     f"{found['calibration_tokens']:,} tokens"
   )
-  print(printed.get(), end="")
+  print(_drawn(table), end="")
 
 
-def _bench(args: argparse.Namespace) -> dict[str, Any]:
-  from taperjax import api, metrics, saved
+def _drawn(*tables: Any) -> str:
+  """Tables of rich as text, for print(), which knows a closed pipe."""
+  from rich.console import Console
+
+  console = Console()
+  with console.capture() as printed:
+    console.print(*tables)
+  return printed.get()
+
+
+def _bench_decode(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import api, metrics
   from taperjax.bench import decode as bench, roofline
   from taperjax.summary import write_json
 
@@ -799,10 +839,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
   batches = [int(text) for text in batches]
   if (args.model is None) == (args.shape is None):
     raise UserError("give a model or --shape, one of the two; see --help")
-  out = None
-  if args.out is not None:
-    out, _ = saved.look_out(pathlib.Path(args.out))
-    out.mkdir(parents=True, exist_ok=True)
+  out = _bench_folder(args)
   if args.model is not None:
     model = api.load(args.model, args.step, args.model_seed)
     params, config, c = model.params, model.config, model.c
@@ -837,6 +874,67 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
   return result
 
 
+def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:
+  """--out, made; before anything is measured."""
+  from taperjax import saved
+
+  if args.out is None:
+    return None
+  out, _ = saved.look_out(pathlib.Path(args.out))
+  out.mkdir(parents=True, exist_ok=True)
+  return out
+
+
+def _bench_train(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import metrics
+  from taperjax.bench import roofline, train as bench
+  from taperjax.summary import write_json
+
+  _at_least_one(args, "repeats")
+  names = _chosen(args, "forms", bench.FORMS)
+  fields = load_config(args.config)
+  _set_fields(fields, args.config, args.fields)
+  forms = bench.make_forms(fields, names)
+  out = _bench_folder(args)
+  with metrics.Progress(args.repeats + 1, 0) as progress:
+    found = bench.run(forms, repeats=args.repeats, progress=progress.update)
+  result = {"config": args.config, "cores": roofline.cores(), **found}
+  if out is not None:
+    write_json(out / "bench.json", result)
+  if not args.json:
+    _print_bench_train(result)
+    if out is not None:
+      print(f"wrote {out}: bench.json")
+  return result
+
+
+def _print_bench_train(found: dict[str, Any]) -> None:
+  """A table of the forms, with the ratios of their times."""
+  from rich.table import Table
+  from rich.text import Text
+
+  from taperjax.bench import stats
+
+  table = Table(
+    caption="above 1, the phase is slower; 95 percent of the median ratio"
+  )
+  for name in ("form", "tok/s", "ms/step (quartiles)", "over baseline", "MB"):
+    table.add_column(name, justify="left" if name == "form" else "right")
+  for name, form in found["forms"].items():
+    time, ratio = form["ms_per_step"], found["ratios"].get(f"{name}/baseline")
+    table.add_row(
+      name, f"{form['tokens_per_s']:,.0f}",
+      f"{time['median']:.4g} ({time['q1']:.4g} to {time['q3']:.4g})",
+      "" if ratio is None else Text(stats.ratio_text(ratio)),
+      f"{form['temporary_bytes'] / 1e6:,.0f}",
+    )
+  print(_drawn(table), end="")
+  print(
+    f"{found['batch']} windows of {found['context_len']} tokens, "
+    f"{found['dtype']}, {found['repeats']} rounds; MB: temporary memory"
+  )
+
+
 def _chosen(args: argparse.Namespace, flag: str, known) -> list[str]:
   """The names of a flag, each of them known and given once."""
   text = getattr(args, flag)
@@ -850,7 +948,6 @@ def _chosen(args: argparse.Namespace, flag: str, known) -> list[str]:
 
 def _print_bench(found: dict[str, Any]) -> None:
   """Tables of the forms: speed, counts, and the ratios of their times."""
-  from rich.console import Console
   from rich.table import Table
   from rich.text import Text
 
@@ -891,15 +988,12 @@ def _print_bench(found: dict[str, Any]) -> None:
     for pair, ratio in row["ratios"].items():
       cell = Text(stats.ratio_text(ratio))
       ratios.add_row(*start, pair.replace("/", " / "), cell)
-  console = Console()
-  with console.capture() as printed:  # print() knows a closed pipe
-    console.print(speed, counts, *([ratios] if ratios.rows else []))
   cores = found["cores"]
   print(
     f"reads {found['read_bytes_per_s'] / 1e9:.1f} GB/s with {cores} "
     f"core{'' if cores == 1 else 's'}"
   )
-  print(printed.get(), end="")
+  print(_drawn(speed, counts, *([ratios] if ratios.rows else [])), end="")
 
 
 def _fold(args: argparse.Namespace) -> dict[str, Any]:

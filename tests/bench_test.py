@@ -5,14 +5,17 @@ No test compares times: the machine of a test run is nobody's in particular.
 
 import functools
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from taperjax import api, packing
-from taperjax.bench import decode as bench, roofline, stats
+from taperjax.bench import decode as bench, roofline, stats, train
 from taperjax.errors import UserError
-from tests import folding_test
+from tests import folding_test, runs
 
 N = 2
 
@@ -197,6 +200,71 @@ def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
   )
   assert "GB/s" in text and "folded" in text
   assert max(map(len, text.splitlines())) <= 80
+
+
+TRAIN = """
+from tests import runs
+
+def get_config(variant="all_aux"):
+  from ml_collections import config_dict
+  return config_dict.ConfigDict(runs.fields(variant=variant))
+"""
+
+
+def test_a_tiny_bench_of_training_through_the_command_line(run, tmp_path):
+  """All phases run in their middle, with finite numbers."""
+  (tmp_path / "tiny.py").write_text(TRAIN)
+  out = tmp_path / "bench"
+  found = run(
+    "bench", "train", tmp_path / "tiny.py", "--repeats", 6, "--json", "--out",
+    out, "--config.batch_size=3",
+  )
+  assert found == json.loads((out / "bench.json").read_text())
+  assert (found["batch"], found["repeats"]) == (3, 6)
+  assert list(found["forms"]) == ["baseline", "norm", "taper", "scale"]
+  for form in found["forms"].values():
+    time = form["ms_per_step"]
+    assert 0 < time["q1"] <= time["median"] <= time["q3"]
+    tokens = 3 * found["context_len"]
+    assert form["tokens_per_s"] == pytest.approx(tokens * 1e3 / time["median"])
+    assert form["compile_s"] > 0 and form["temporary_bytes"] > 0
+  assert list(found["ratios"]) == [
+    "norm/baseline", "taper/baseline", "scale/baseline"
+  ]
+  text = run(
+    "bench", "train", tmp_path / "tiny.py", "--repeats", 1, "--forms", "scale",
+  )
+  assert "scale" in text and "norm" not in text
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_steps_are_timed_in_their_phase():
+  """The gate of a timed taper step lies between, and c is not zero."""
+  fields = config_dict.ConfigDict(runs.fields(variant="all_aux"))
+  forms = train.make_forms(fields, train.FORMS)
+  assert forms["baseline"].variant == "baseline"
+  for name, (low, high) in {
+    "norm": (1, 1), "taper": (0.01, 0.99), "scale": (0, 0)
+  }.items():
+    timer = train.Timer(forms[name], name)
+    timer.seconds()
+    assert low <= float(timer.state.gate) <= high
+    leaves = jax.tree.leaves(timer.state.params)
+    assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"variant": "baseline"}, "variant=baseline has no taper, and so no phase"),
+    ({"variant": "fakeln"}, "variant=fakeln has no taper, and so no phases to"),
+    ({"seeds": (0, 1)}, "make one step of several models; give one seed"),
+  ],
+)
+def test_runs_without_phases_are_not_timed(changes, message):
+  fields = config_dict.ConfigDict(runs.fields(**changes))
+  with pytest.raises(UserError, match=re.escape(message)):
+    train.make_forms(fields, train.FORMS)
 
 
 MISTAKES = [

@@ -1,0 +1,153 @@
+"""Times of a train step: the untapered model and the three phases, in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from taperjax import (
+  config as config_lib,
+  gate as gate_lib,
+  state as state_lib,
+  step as step_lib,
+)
+from taperjax.bench import stats
+from taperjax.config import Config
+from taperjax.errors import UserError
+
+_PHASES = {
+  "baseline": gate_lib.NORM, "norm": gate_lib.NORM, "taper": gate_lib.TAPER,
+  "scale": gate_lib.SCALE,
+}
+FORMS = tuple(_PHASES)
+
+
+def make_forms(fields: Any, names: Sequence[str]) -> dict[str, Config]:
+  """The configuration behind each form, with its vocabulary.
+
+  Args:
+    fields: ConfigDict of a variant with a taper.
+    names: of `FORMS`. `baseline` is that variant, the others are phases of the
+      one in `fields`.
+
+  Raises:
+    UserError: the variant has no phases, or several seeds are given.
+  """
+  config = _parse(fields)
+  if config.taper_steps is None:
+    raise UserError(
+      f"variant={config.variant} has no taper, and so no phases to time; use "
+      "for example all_aux, which is timed beside baseline"
+    )
+  if len(config.seeds) > 1:
+    raise UserError(
+      f"seeds={config.seeds} make one step of several models; give one seed"
+    )
+  fields.variant = "baseline"
+  baseline = _parse(fields)
+  return {name: baseline if name == "baseline" else config for name in names}
+
+
+def _parse(fields: Any) -> Config:
+  """With the vocabulary of bytes where no tokenizer is to be trained."""
+  config = config_lib.parse(fields)
+  if config.init.checkpoint is not None:
+    raise UserError(
+      f"init.checkpoint={config.init.checkpoint} is not read here; give a "
+      "config that starts afresh"
+    )
+  return config.with_vocab(config.data.vocab_size or 257)
+
+
+class Timer:
+  """A compiled step with a state of its own, in the middle of its phase."""
+
+  def __init__(self, config: Config, form: str):
+    shape = (config.batch_size, config.context_len)
+    rng = np.random.default_rng(0)
+    vocab_size = config.model.vocab_size
+    tokens = rng.integers(0, vocab_size, (shape[0], shape[1] + 1), np.int32)
+    self.batch = jax.device_put((tokens, np.ones(shape, np.float32)))
+    state = state_lib.start(config)
+    if form in ("taper", "scale"):  # as if calibrated
+      steps = config.taper_steps
+      taper = state.taper.replace(
+        c=jnp.full_like(state.taper.c, 1 / config.model.init_std),
+        scale_target=jnp.float32(config.model.init_std),
+      )
+      state = state.replace(
+        taper=taper, step=jnp.int32((steps.start + steps.end) // 2)
+      )
+    begin = time.perf_counter()
+    step = step_lib.make_train_step(config, _PHASES[form])
+    self.step = step.lower(state, *self.batch).compile()
+    self.compile_s = time.perf_counter() - begin
+    self.state = state
+
+  def seconds(self) -> float:
+    """Of one step, to the end of all it computes."""
+    begin = time.perf_counter()
+    self.state, metrics = self.step(self.state, *self.batch)
+    jax.block_until_ready((self.state, metrics))
+    return time.perf_counter() - begin
+
+  def temporary_bytes(self) -> int:
+    """What the compiled step needs beside its arguments and results."""
+    return self.step.memory_analysis().temp_size_in_bytes
+
+
+def run(
+  forms: dict[str, Config],
+  *,
+  repeats: int,
+  progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+  """Compiles every form, then times one step of each in turn.
+
+  Args:
+    forms: from `make_forms`.
+    repeats: timed rounds; one more warms up.
+    progress: told how many rounds of repeats + 1 are done.
+
+  Returns:
+    batch, context_len, dtype, repeats; `forms`: per name ms_per_step
+    {median, q1, q3}, tokens_per_s, compile_s and temporary_bytes; `ratios`: per
+    `form/baseline` as `stats.paired_ratio`, above 1 where the phase is slower.
+  """
+  timers = {name: Timer(config, name) for name, config in forms.items()}
+  seconds = {name: [] for name in timers}
+  for i in range(repeats + 1):
+    for name, timer in timers.items():
+      taken = timer.seconds()
+      if i:
+        seconds[name].append(taken)
+    progress(i + 1)
+  config = next(iter(forms.values()))
+  tokens = config.batch_size * config.context_len
+  found = {}
+  for name, timer in timers.items():
+    ms = stats.spread([1e3 * x for x in seconds[name]])
+    found[name] = {
+      "ms_per_step": ms,
+      "tokens_per_s": tokens * 1e3 / ms["median"],
+      "compile_s": timer.compile_s,
+      "temporary_bytes": timer.temporary_bytes(),
+    }
+  base = seconds.get("baseline")
+  return {
+    "batch": config.batch_size,
+    "context_len": config.context_len,
+    "dtype": config.compute_dtype,
+    "repeats": repeats,
+    "forms": found,
+    "ratios": {} if base is None else {
+      f"{name}/baseline": stats.paired_ratio(times, base)
+      for name, times in seconds.items()
+      if name != "baseline"
+    },
+  }
