@@ -12,7 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from taperjax.cli import check_config_flags, report_errors
+from taperjax.cli import check_config_flags, ends_alone, report_errors
 from taperjax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
   del argv
   sys.stdout.reconfigure(errors="replace")  # a story in an ASCII terminal
   logging.set_verbosity(logging.ERROR)  # orbax tells every rename
-  with report_errors("train.py", _DEBUG.value):
+  with ends_alone(), report_errors("train.py", _DEBUG.value):
     from taperjax import loop, saved, sharding
 
     sharding.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)

@@ -124,6 +124,7 @@ def train(
           shutil.rmtree(folder, ignore_errors=True)  # no run ever began in it
         raise
 
+    stack.enter_context(sharding.peers())
     return sharding.in_turn(open_run).run(stop_after)
 
 

@@ -9,8 +9,9 @@ Without a mesh nothing here leaves a trace in a program.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +126,29 @@ def connect(
     raise UserError(
       f"--coordinator={coordinator}: the processes did not meet ({reason}); "
       "start all of them, with the same address"
+    ) from error
+
+
+# In what jax says where another process is gone.
+_GONE = ("gloo", "nccl", "coordination", "connection", "unavailable")
+
+
+@contextlib.contextmanager
+def peers() -> Iterator[None]:
+  """Says in one line that another process of the run is gone.
+
+  Raises:
+    UserError: a sum over the processes failed.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    text = str(error).splitlines()[0]
+    if jax.process_count() == 1 or not any(x in text.lower() for x in _GONE):
+      raise
+    raise UserError(
+      f"another process of this run is gone ({text}), and its own message says "
+      "why; start all of them again: the run goes on from its newest checkpoint"
     ) from error
 
 

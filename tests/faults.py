@@ -6,8 +6,9 @@ A run of ten steps is disturbed, and the same command is given again. It must
 end with the bits of the run that nobody disturbed ("same"), or with one line
 that names what is lost and how to go on ("told"); anything else is "lost", and
 the exit code is 1. Kills fall into each stage in turn, at a random moment.
-`--each` damages every file in every way and fills more disks, else a few do.
-The full disk and the read-only folder need the right to mount a tmpfs.
+`--each` damages every file in every way, fills disks and kills one of two
+processes; else a few damages do. The full disk and the read-only folder need
+the right to mount a tmpfs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import argparse
 import collections
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -86,10 +89,10 @@ def child(
   pipe: int | None = None,
   before: Callable[[], object] = lambda: None,
   stop_after: int | None = None,
-  compare: bool = True,
+  reference: str | None = "whole",
   **changes,
 ) -> int:
-  """Forks a process that runs, and compares with the undisturbed run.
+  """Forks a process that runs, and compares with an undisturbed run.
 
   Exit codes: 0 the same bits, 2 one line of ours, 1 anything else; what it says
   is appended to a log in `root`, which is never on a small disk.
@@ -108,8 +111,8 @@ def child(
         Marks(pipe).install()
       before()
       done = runs.train(root, workdir.absolute(), stop_after, **changes)
-      if done is not None and compare:
-        runs.assert_same_run(workdir, root / "whole")
+      if done is not None and reference:
+        runs.assert_same_run(workdir, root / reference)
       code = 0
     except UserError as error:
       print(f"UserError: {error}")
@@ -183,7 +186,7 @@ def terms(root: pathlib.Path, count: int, rng: random.Random) -> Iterator:
   for i in range(count):
     workdir = root / f"term{i}"
     read, write = os.pipe()
-    number = child(root, workdir, pipe=write, compare=False)
+    number = child(root, workdir, pipe=write, reference=None)
     os.close(write)
     with os.fdopen(read) as marks:
       for line in marks:
@@ -227,7 +230,8 @@ def damages(
   """
   stopped = root / "stopped"
   if not stopped.exists():
-    code = ended(child(root, stopped, stop_after=runs.START + 3, compare=False))
+    stop = runs.START + 3
+    code = ended(child(root, stopped, stop_after=stop, reference=None))
     if code:
       raise RuntimeError(f"the run that is damaged ended with {code}")
   folder = "data" if part == "tokens" else f"checkpoints/{runs.START + 3}"
@@ -283,7 +287,7 @@ def disks(root: pathlib.Path) -> Iterator:
       )
   with tmpfs(root / "readonly", 2**26) as remount:
     workdir = root / "readonly" / "run"
-    ended(child(root, workdir, stop_after=runs.START + 1, compare=False))
+    ended(child(root, workdir, stop_after=runs.START + 1, reference=None))
     remount("ro")
     first = again(root, workdir)
     remount("rw")
@@ -315,11 +319,105 @@ def others(root: pathlib.Path) -> Iterator:
       if line.strip() == "norm":
         os.kill(number, signal.SIGSTOP)
         break
-    second = again(root, workdir, compare=False)
+    second = again(root, workdir, reference=None)
     os.kill(number, signal.SIGCONT)
     marks.read()
   first = outcome(ended(number))
   yield "second run in one workdir", second if first == SAME else LOST
+
+
+def _nan_at_step_6() -> None:
+  """Loss and gradient of one step are not finite."""
+  make_train_step = loop.step_lib.make_train_step
+
+  def broken(*args):
+    step = make_train_step(*args)
+
+    def call(state, tokens, mask):
+      bad = int(state.step) + 1 == runs.START + 2
+      return step(state, tokens, mask * (math.nan if bad else 1.0))
+
+    return call
+
+  loop.step_lib.make_train_step = broken
+
+
+def nans(root: pathlib.Path) -> Iterator:
+  """NaN gradients: the run stops, or skips the step and records it."""
+  workdir = root / "nan"
+  first = again(root, workdir, before=_nan_at_step_6)
+  second = again(root, workdir)
+  yield "NaN gradient, stops", first if second == SAME else LOST
+  skip = {"before": _nan_at_step_6, "nonfinite": "skip"}
+  again(root, root / "skips", reference=None, **skip)
+  summary = json.loads((root / "skips" / "summary.json").read_text())
+  workdir = root / "skips-in-two"
+  again(root, workdir, stop_after=runs.START + 3, **skip)
+  second = again(root, workdir, reference="skips", **skip)
+  recorded = summary["skipped_steps"] == 1
+  yield "NaN gradient, skips", second if recorded else LOST
+
+
+def pairs(root: pathlib.Path) -> Iterator:
+  """One of two processes is stopped: the other ends within a minute."""
+
+  def start(folder):
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+      probe.bind(("127.0.0.1", 0))
+      port = str(probe.getsockname()[1])
+    return [
+      subprocess.Popen(
+        [sys.executable, "-m", "tests.meshes", "two", folder, port, str(i)],
+        stderr=(root / f"{folder.name}-{i}.log").open("ab"),
+        stdout=subprocess.DEVNULL,
+      )
+      for i in (0, 1)
+    ]
+
+  def end(both):
+    return [process.wait(runs.LIMIT) for process in both]
+
+  if end(start(root / "pair")) != [0, 0]:
+    raise RuntimeError("two undisturbed processes did not end their run")
+  for victim, number in ((0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM")):
+    folder = root / f"pair-{number}-{victim}"
+    both = start(folder)
+    half = folder / "two" / "checkpoints" / "10"
+    runs.wait_for(half.exists, "the checkpoint of step 10")
+    both[victim].send_signal(getattr(signal, number))
+    try:
+      code = both[1 - victim].wait(60)
+    except subprocess.TimeoutExpired:
+      both[1 - victim].kill()
+      code = None
+    both[victim].wait()
+    ends = end(start(folder)) == [0, 0]
+    same = ends and _same(folder / "two", root / "pair" / "two")
+    if number == "SIGTERM":  # both stop, and have saved
+      found = SAME if code == both[victim].returncode == 0 else LOST
+    else:
+      # Where process 0 is gone, jax itself may abort the other, with a message.
+      told = code == 2 or (victim == 0 and code == -signal.SIGABRT)
+      found = TOLD if told else LOST
+    yield f"{number}, one of two processes", found if same else LOST
+
+
+def _same(workdir: pathlib.Path, reference: pathlib.Path) -> bool:
+  """Compares in a process of its own, for reading starts jax."""
+  number = os.fork()
+  if number:
+    return ended(number) == 0
+  code = 1
+  try:
+    runs.assert_same_run(workdir, reference)
+    code = 0
+  except BaseException:
+    import traceback
+
+    traceback.print_exc()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 def can_mount() -> bool:
@@ -339,7 +437,7 @@ def suite(
 ) -> Iterator[tuple[str, str]]:
   """(fault, outcome) one after another; `root` gets all that is written."""
   rng = random.Random(seed)
-  code = ended(child(root, root / "whole", compare=False))
+  code = ended(child(root, root / "whole", reference=None))
   if code:
     log = (root / "whole.log").read_text(errors="replace")
     raise RuntimeError(f"the undisturbed run ended with {code}: {log[-2000:]}")
@@ -350,6 +448,9 @@ def suite(
   if each and can_mount():
     yield from disks(root)
   yield from others(root)
+  yield from nans(root)
+  if each:
+    yield from pairs(root)
 
 
 def table(found: list[tuple[str, str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.faults`: nothing may be lost."""
+"""`python -m tests.faults`, short and long: nothing may be lost."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ import pytest
 from tests import faults, runs
 
 
-@pytest.mark.parametrize("count", [5])
-def test_disturbed_runs_end_the_same_or_say_why(tmp_path, count):
-  """Kills, a signal, damaged files, the clock, and a second run; in a process
-  of its own, for it forks before jax starts.
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ["--kills=5"],
+    pytest.param(["--kills=56", "--each"], marks=pytest.mark.long),
+  ],
+  ids=["short", "long"],
+)
+def test_disturbed_runs_end_the_same_or_say_why(tmp_path, arguments):
+  """Kills, a signal, damaged files, the clock, a second run, and NaN; in a
+  process of its own, for it forks before jax starts.
   """
   out = tmp_path / "found.json"
   done = subprocess.run(
-    [sys.executable, "-m", "tests.faults", f"--kills={count}",
-     f"--json={out}"],
+    [sys.executable, "-m", "tests.faults", *arguments, f"--json={out}"],
     cwd=runs.REPOSITORY,
     capture_output=True,
     text=True,
-    timeout=runs.LIMIT,
+    timeout=10 * runs.LIMIT,
     env=os.environ | {"TMPDIR": str(tmp_path)},
   )
   assert done.returncode == 0, done.stderr
   found = [tuple(row) for row in json.loads(out.read_text())]
   assert not [row for row in found if row[1] == faults.LOST]
   kills = [fault for fault, _ in found if fault.startswith("SIGKILL")]
-  assert len(kills) == count
+  assert f"--kills={len(kills)}" == arguments[0]
   fell = {fault.removeprefix("SIGKILL, ") for fault in kills}
   # Where short stages are killed a moment late, others get two.
   assert len(fell & {*faults.STAGES}) >= 3
   names = " ".join(fault for fault, _ in found)
-  for what in ("SIGTERM", "checkpoint file", "tokens file", "clock", "second"):
+  for what in (
+    "SIGTERM", "checkpoint file", "tokens file", "clock", "second", "NaN"
+  ):
     assert what in names
 
 

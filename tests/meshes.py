@@ -2,11 +2,13 @@
 
     python -m tests.meshes two ROOT PORT I      process I of two
     python -m tests.meshes eight ROOT           8 virtual devices; after `two`
+    python -m tests.meshes others ROOT          adapters, FakeLN, seeds
     python -m tests.meshes axes ROOT            each axis of the mesh alone
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -40,6 +42,7 @@ SHAPE = {
 }
 PAIR = {"mesh__fsdp": 2}  # a device each: no process has the whole state
 MIXED = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+SEEDS = {"seeds": (0, 1)}
 
 
 def train(root: pathlib.Path, name: str, stop_after=None, **changes):
@@ -64,10 +67,11 @@ def devices(count: int) -> None:
 
 
 def two(root: pathlib.Path, port: str, process: str) -> None:
-  from taperjax import sharding
+  from taperjax import cli, sharding
 
-  sharding.connect(f"127.0.0.1:{port}", 2, int(process))
-  train(root, "two", **PAIR)
+  with cli.ends_alone(), cli.report_errors("train.py", debug=False):
+    sharding.connect(f"127.0.0.1:{port}", 2, int(process))
+    train(root, "two", **PAIR)
 
 
 def eight(root: pathlib.Path) -> None:
@@ -81,6 +85,28 @@ def eight(root: pathlib.Path) -> None:
   continued(root, "one", "one-on-mixed", **MIXED)
 
 
+def others(root: pathlib.Path) -> None:
+  """Adapters, FakeLN and several seeds; two of them from a checkpoint."""
+  from tests import runs
+
+  devices(1)
+  train(root, "base", variant="baseline")
+  start = functools.partial(runs.started, root / "base", batch_size=8)
+  cases = {
+    "lora": start(lora__rank=2, lora__targets=("q", "down")),
+    "fakeln": start(variant="fakeln"),
+    "seeds": SEEDS,
+  }
+  for name, changes in cases.items():
+    train(root, f"{name}-one", **changes)
+  devices(8)
+  for name, changes in cases.items():
+    mesh = MIXED if name != "seeds" else {
+      "mesh__seed": 2, "mesh__data": 2, "mesh__fsdp": 2
+    }
+    train(root, f"{name}-mixed", **changes, **mesh)
+
+
 def axes(root: pathlib.Path) -> None:
   """Each axis alone, and seeds: prints differences from one device."""
   del root
@@ -91,9 +117,8 @@ def axes(root: pathlib.Path) -> None:
     MIXED,
   ):
     _print_difference(changes, {})
-  seeds = {"seeds": (0, 1)}
-  _print_difference({"mesh__seed": 2, **seeds}, seeds)
-  _print_difference({"mesh__seed": 2, **MIXED, **seeds, "mesh__data": 1}, seeds)
+  _print_difference({"mesh__seed": 2, **SEEDS}, SEEDS)
+  _print_difference({"mesh__seed": 2, **MIXED, **SEEDS, "mesh__data": 1}, SEEDS)
 
 
 def _print_difference(changes: dict, reference: dict) -> None:
@@ -182,7 +207,8 @@ if __name__ == "__main__":
   kind, folder, *rest = sys.argv[1:]
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-  count = {"eight": 8, "axes": 8, "two": 1}[kind]
+  count = 1 if kind == "two" else 8
   flag = f"--xla_force_host_platform_device_count={count}"
   os.environ["XLA_FLAGS"] = flag
-  {"eight": eight, "axes": axes, "two": two}[kind](pathlib.Path(folder), *rest)
+  programs = {"eight": eight, "others": others, "axes": axes, "two": two}
+  programs[kind](pathlib.Path(folder), *rest)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +24,9 @@ from taperjax import metrics
 from tests import meshes, runs
 
 NAMES = ("mixed", "two", "mixed-on-one", "two-on-one", "one-on-mixed")
+OTHERS = ("lora-mixed", "fakeln-mixed", "seeds-mixed")
+ALL = [*NAMES, *(pytest.param(x, marks=pytest.mark.long) for x in OTHERS)]
+KILLED = 9  # exit code of SIGKILL, negative
 
 
 def start(*arguments) -> subprocess.Popen:
@@ -36,7 +41,12 @@ def start(*arguments) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-  out, _ = process.communicate(timeout=runs.LIMIT)
+  try:
+    out, _ = process.communicate(timeout=2 * runs.LIMIT)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    process.communicate()
+    raise
   assert process.returncode == 0, out[-4000:]
   return out
 
@@ -48,18 +58,51 @@ def outputs(tmp_path_factory) -> dict[str, str | pathlib.Path]:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
   pair = [start("two", root, port, i) for i in (0, 1)]
-  found = {f"two-{i}": finish(p) for i, p in enumerate(pair)}
+  half = root / "two" / "checkpoints" / "10"
+  runs.wait_for(half.exists, "the checkpoint of step 10")
+  pair[1].kill()
+  begin = time.monotonic()
+  found = {f"killed-{i}": p.communicate()[0] for i, p in enumerate(pair)}
+  found |= {"codes": [p.returncode for p in pair]}
+  found |= {"seconds": time.monotonic() - begin}
+  pair = [start("two", root, port, i) for i in (0, 1)]
+  found |= {f"two-{i}": finish(p) for i, p in enumerate(pair)}
   return {"root": root, "eight": finish(start("eight", root)), **found}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_are_those_of_one_device_to_rounding(outputs, name):
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> pathlib.Path:
+  root = tmp_path_factory.mktemp("others")
+  finish(start("others", root))
+  return root
+
+
+@pytest.fixture
+def pair(request, name) -> tuple[pathlib.Path, pathlib.Path]:
+  """A run on a mesh, and the run on one device that it must be."""
+  if name in OTHERS:
+    root = request.getfixturevalue("others")
+    return root / name, root / name.replace("mixed", "one")
+  root = request.getfixturevalue("outputs")["root"]
+  return root / name, root / "one"
+
+
+def test_a_process_that_is_killed_ends_the_other_and_the_pair_goes_on(outputs):
+  """Sums with it would never come. `two` is what the pair made of the rest."""
+  assert outputs["codes"] == [2, -KILLED]
+  (line,) = [x for x in outputs["killed-0"].splitlines() if "error" in x]
+  assert re.search(r"train.py: error: another process .* start all", line)
+  assert outputs["seconds"] < 60  # jax alone would wait for over a minute
+  assert "resuming at step 10 of 20" in outputs["two-0"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_are_those_of_one_device_to_rounding(pair, name):
   """Optimizer state, statistics and c too, before and after a restore."""
   steps = (10, meshes.STEPS)
   for step in steps:
     (_, got, _), (_, want, _) = (
-      runs.state(outputs["root"] / run / "checkpoints", step)
-      for run in (name, "one")
+      runs.state(folder / "checkpoints", step) for folder in pair
     )
     assert got.keys() == want.keys()
     assert len(got) > 30
@@ -70,12 +113,11 @@ def test_parameters_are_those_of_one_device_to_rounding(outputs, name):
         np.testing.assert_allclose(got[leaf], array, 2e-6, 2e-6, err_msg=leaf)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_and_measures_are_those_of_one_device(outputs, name):
+@pytest.mark.parametrize("name", ALL)
+def test_losses_and_measures_are_those_of_one_device(pair, name):
   """Training, validation with a padded batch, the anchor, and the story."""
   got, want = (
-    metrics.read_metrics(outputs["root"] / run / "metrics.jsonl")
-    for run in (name, "one")
+    metrics.read_metrics(folder / "metrics.jsonl") for folder in pair
   )
   assert len(got) == len(want) > 8
   count = 0
@@ -84,26 +126,25 @@ def test_losses_and_measures_are_those_of_one_device(outputs, name):
     for key, value in theirs.items():
       if key == "tokens_per_s":
         continue
-      if isinstance(value, float):
+      if isinstance(np.ravel(value)[0], float):  # of several seeds a list
         assert ours[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
         count += 1
       else:
         assert ours[key] == value, key
-  assert count > 100
+  assert count > 80
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_folded_model_is_that_of_one_device(outputs, name):
+@pytest.mark.parametrize("name", ALL)
+def test_the_folded_model_is_that_of_one_device(pair, name):
   """Fold, decode and the summary."""
   got, want = (
-    json.loads((outputs["root"] / run / "summary.json").read_text())
-    for run in (name, "one")
+    json.loads((folder / "summary.json").read_text()) for folder in pair
   )
   for field in ("valid_loss", "valid_loss_folded", "mean_scale", "logit_norm"):
     assert got[field] == pytest.approx(want[field], rel=2e-6), field
   for field in ("params", "params_folded", "valid_tokens", "sample", "gate"):
     assert got[field] == want[field], field
-  assert got["fold"]["top1_f32"] == 1.0
+  assert np.all(np.array(got["fold"]["top1_f32"]) == 1.0)
 
 
 def test_process_0_alone_speaks_and_writes(outputs):
