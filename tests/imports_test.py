@@ -15,7 +15,7 @@ ROOT = pathlib.Path(taperjax.__file__).parent
 # The gate stands above the leaves: a config holds its steps (`TaperSteps`) and
 # a norm builds the branch of its phase. A package is one module here.
 ROWS = [
-  {"errors", "gate", "drawing"},
+  {"errors", "gate", "drawing", "shapes"},
   {"config", "norms", "metrics"},
   {"sharding"},
   {
