@@ -15,7 +15,7 @@ ROOT = pathlib.Path(taperjax.__file__).parent
 # The gate stands above the leaves: a config holds its steps (`TaperSteps`) and
 # a norm builds the branch of its phase. A package is one module here.
 ROWS = [
-  {"errors", "gate", "drawing", "shapes"},
+  {"errors", "gate", "drawing", "shapes", "hlo"},
   {"config", "norms", "metrics"},
   {"sharding"},
   {
