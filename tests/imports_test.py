@@ -26,7 +26,7 @@ ROWS = [
   {"packing"},
   {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
-  {"saved", "probing", "bench"},
+  {"saved", "probing", "bench", "planning"},
   {"interop", "report"},
   {"loop", "api"},
   {"reproduce"},
