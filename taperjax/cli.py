@@ -1155,7 +1155,6 @@ def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
 def _plan(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import planning
 
-  planning.find(args.device)
   config = load_config(args.config)
   _set_fields(config, args.config, args.fields)
   if args.mesh is not None:

@@ -76,8 +76,9 @@ ASSUMES = (
   "micro-batch",
   "a collective goes around a ring; where that leaves an island, it has the "
   "network of its devices there",
-  "memory and collectives are those of the program for a CPU, which widens "
-  "some bfloat16 arrays to float32 and fuses in its own way",
+  "the program is one for a CPU, which sums gradients whole where an "
+  "accelerator may scatter them at half the bytes, and which widens and fuses "
+  "in its own way: temporary memory is an estimate",
 )
 
 
