@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = _parser()
   args, rest = parser.parse_known_args(argv)
   args.fields = []
-  if args.run in (_reproduce, _bench_train):
+  if args.run in (_reproduce, _bench_train, _plan):
     args.fields = [arg for arg in rest if arg.startswith("--config.")]
   if unknown := [arg for arg in rest if arg not in args.fields]:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -407,6 +407,24 @@ def _parser() -> argparse.ArgumentParser:
     action=argparse.BooleanOptionalAction,
     help="all seeds of a variant in one program; default but on a CPU",
   )
+  sub.add_argument("--json", action="store_true", help="print a JSON object")
+  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+
+  text = "Memory, work and time of a run on devices that are not here."
+  sub = commands.add_parser(
+    "plan",
+    help=text,
+    description=text,
+    epilog="Fields are set as for train.py: --config.micro_batches=8.",
+  )
+  sub.set_defaults(run=_plan)
+  sub.add_argument("--config", required=True, help="FILE.py[:ARGUMENT]")
+  sub.add_argument(
+    "--mesh",
+    metavar="AXIS=N,...",
+    help="data=64,fsdp=8; default the config's",
+  )
+  sub.add_argument("--device", default="h100", help="default h100")
   sub.add_argument("--json", action="store_true", help="print a JSON object")
   sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -1136,14 +1154,9 @@ def _lines(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple]:
 
 def _config_info(argument: str) -> dict[str, Any]:
   """Of a config file, without data, training or files."""
-  from taperjax import config as config_lib, saved, state
+  from taperjax import config as config_lib, state
 
-  config = saved.read_config(load_config(argument))
-  if not config.model.vocab_size:
-    from taperjax.data import tokenizer
-
-    found = tokenizer.load_tokenizer(config.data.tokenizer)
-    config = config.with_vocab(found.vocab_size)
+  config = _whole_config(load_config(argument))
   params = state.abstract(config).params
   return {
     "config": config_lib.to_dict(config),
@@ -1152,6 +1165,19 @@ def _config_info(argument: str) -> dict[str, Any]:
     "gate": 1.0,
     **_shapes(params),
   }
+
+
+def _whole_config(fields: Any) -> Any:
+  """The Config of a config file, with its vocabulary."""
+  from taperjax import saved
+
+  config = saved.read_config(fields)
+  if config.model.vocab_size:
+    return config
+  from taperjax.data import tokenizer
+
+  found = tokenizer.load_tokenizer(config.data.tokenizer)
+  return config.with_vocab(found.vocab_size)
 
 
 def _model_info(
@@ -1218,6 +1244,71 @@ def _reproduce(args: argparse.Namespace) -> dict[str, Any]:
   if len(done) + len(failed) < len(cells):
     print("stopped; the same command goes on", file=sys.stderr)
   return result
+
+
+def _plan(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import planning
+
+  config = load_config(args.config)
+  _set_fields(config, args.config, args.fields)
+  if args.mesh is not None:
+    config.mesh.update(_mesh(args.mesh, config.mesh.keys()))
+  found = {"config": args.config, **planning.plan(
+    _whole_config(config), args.device
+  )}
+  if not args.json:
+    _print_plan(found)
+  return found
+
+
+def _mesh(text: str, axes: Any) -> dict[str, int]:
+  """Sizes of the axes of "data=64,fsdp=8"; 1 where there is none."""
+  sizes = dict.fromkeys(axes, 1)
+  parts = [part.partition("=") for part in text.split(",")]
+  for axis, _, size in parts:
+    if axis not in sizes or not re.fullmatch(r"[1-9]\d{0,5}", size):
+      raise UserError(
+        f"--mesh={text} must be AXIS=N with commas between, of "
+        f"{', '.join(sizes)}; for example data=64,fsdp=8"
+      )
+    sizes[axis] = int(size)
+  if len({axis for axis, _, _ in parts}) < len(parts):
+    raise UserError(f"--mesh={text} repeats an axis; name each one once")
+  return sizes
+
+
+def _print_plan(found: dict[str, Any]) -> None:
+  memory, seconds, flops = found["memory"], found["seconds"], found["flops"]
+  mesh = ", ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
+  gigabytes = lambda name: f"{memory[name] / 1e9:.2f}"
+  parts = ("parameters", "optimizer", "rest", "temporary")
+  fits = "fits" if memory["fits"] else f"DOES NOT FIT: {memory['why']}"
+  print(
+    f"{found['config']}: {found['params']:,} parameters, {found['tokens']:,} "
+    f"tokens a step, {found['phase']} phase\n"
+    f"{found['devices']:,} x {found['device']} ({mesh}), compiled in "
+    f"{found['compile_s']:.0f} s\n"
+    f"memory of a device, GB: "
+    + ", ".join(f"{name} {gigabytes(name)}" for name in parts)
+    + f"; total {gigabytes('total')} of {gigabytes('usable')} usable\n"
+    f"  {fits}\n"
+    f"FLOPs of a step: {flops['model']:.3g} of the model, "
+    f"{flops['device'] * found['devices']:.3g} as compiled"
+  )
+  for kind, each in found["collectives"].items():
+    print(
+      f"{kind}: {each['times']:,} a step, {each['bytes'] / 1e9:.2f} GB sent by "
+      "each device"
+    )
+  print(
+    f"estimated step: {seconds['step']:.3g} s, {found['mfu']:.0%} model-FLOP "
+    f"utilisation (compute {seconds['compute']:.3g} s, memory "
+    f"{seconds['memory']:.3g} s, then collectives "
+    f"{seconds['collectives']:.3g} s; {seconds['step_overlapped']:.3g} s and "
+    f"{found['mfu_overlapped']:.0%} if they overlap)"
+  )
+  for line in found["assumes"]:
+    print(f"  assumes: {line}")
 
 
 def _set_fields(config: Any, argument: str, flags: list[str]) -> None:

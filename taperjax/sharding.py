@@ -299,7 +299,8 @@ def by_part(
     return function(*arrays)
   count = math.prod(mesh.shape[axis] for axis in axes)
   split = lambda x: jax.lax.with_sharding_constraint(
-    x.reshape(count, -1, *x.shape[1:]), Spec(tuple(axes))
+    x.reshape(count, -1, *x.shape[1:]),
+    Spec(tuple(axes), *[Spec.UNCONSTRAINED] * x.ndim),
   )
   return jax.tree.map(join, jax.vmap(function)(*map(split, arrays)))
 

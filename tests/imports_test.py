@@ -15,7 +15,7 @@ ROOT = pathlib.Path(taperjax.__file__).parent
 # The gate stands above the leaves: a config holds its steps (`TaperSteps`) and
 # a norm builds the branch of its phase. A package is one module here.
 ROWS = [
-  {"errors", "gate", "drawing"},
+  {"errors", "gate", "drawing", "shapes", "hlo"},
   {"config", "norms", "metrics"},
   {"sharding"},
   {
@@ -26,7 +26,7 @@ ROWS = [
   {"packing"},
   {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
-  {"saved", "probing", "bench"},
+  {"saved", "probing", "bench", "planning"},
   {"interop", "report"},
   {"loop", "api"},
   {"reproduce"},

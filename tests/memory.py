@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 
 import jax
-import jax.numpy as jnp
 
 from configs import gpt2
-from taperjax import config as config_lib, gate, state, step
+from taperjax import config as config_lib, planning
 
 # Layers, width, heads of the released models.
 SHAPES = {
@@ -49,22 +48,10 @@ def plan(size: str, variant: str, windows: int) -> dict[str, float]:
   fields.model.scan_layers = True
   fields.model.remat = True
   config = config_lib.parse(fields, model_config(size))
-  abstract = state.abstract(config)
-  shape = (config.batch_size, config.context_len)
-  tokens = jax.ShapeDtypeStruct((shape[0], shape[1] + 1), jnp.int32)
-  mask = jax.ShapeDtypeStruct(shape, jnp.float32)
-  phase = gate.TAPER if config.taper_steps else gate.NORM
-  train_step = step.make_train_step(config, phase)
-  found = train_step.lower(abstract, tokens, mask).compile().memory_analysis()
-  state_bytes = found.argument_size_in_bytes
-  total = (
-    state_bytes
-    + found.output_size_in_bytes
-    - found.alias_size_in_bytes
-    + found.temp_size_in_bytes
-  )
-  return {"state": state_bytes, "temporary": found.temp_size_in_bytes,
-          "total": total}
+  parts = planning.memory(*planning.compile_step(config, None, as_here=True))
+  temporary = parts.pop("temporary")
+  held = sum(parts.values())
+  return {"state": held, "temporary": temporary, "total": held + temporary}
 
 
 def main() -> None:

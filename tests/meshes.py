@@ -4,6 +4,7 @@
     python -m tests.meshes eight ROOT           8 virtual devices; after `two`
     python -m tests.meshes others ROOT          adapters, FakeLN, seeds
     python -m tests.meshes axes ROOT            each axis of the mesh alone
+    python -m tests.meshes plan ROOT            `plan`, and a step of that run
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ SHAPE = {
   "eval__batch_size": 8,
   "eval__max_windows": 13,  # three rows of the last batch are padding
   "checkpoint__every": 10,
+}
+# Temporary memory is far above what a process gains by itself in a step.
+PLANNED = {
+  "batch_size": 16, "context_len": 256, "eval__batch_size": 16,
+  "model__embed_dim": 64, "model__mlp_dim": 1024, "model__biases": (),
+  "variant": "all",
 }
 PAIR = {"mesh__fsdp": 2}  # a device each: no process has the whole state
 MIXED = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -119,6 +126,119 @@ def axes(root: pathlib.Path) -> None:
     _print_difference(changes, {})
   _print_difference({"mesh__seed": 2, **SEEDS}, SEEDS)
   _print_difference({"mesh__seed": 2, **MIXED, **SEEDS, "mesh__data": 1}, SEEDS)
+
+
+def plan(root: pathlib.Path) -> None:
+  """Prints what `plan` says, what a step takes, and what a known program does.
+
+  The first line is of `taperjax plan`, which must set the devices itself.
+  """
+  from taperjax import cli
+
+  file = root / "planned.py"
+  file.write_text(
+    "from ml_collections import config_dict\n"
+    "from tests import meshes, runs\n"
+    "def get_config():\n"
+    "  fields = runs.fields(**{**meshes.SHAPE, **meshes.PLANNED})\n"
+    "  return config_dict.ConfigDict(fields)\n"
+  )
+  cli.main(["plan", "--config", str(file), "--mesh=data=2,fsdp=2,tensor=2",
+            "--device=a100", "--json"])
+  print(json.dumps(_taken()))
+  print(json.dumps(_known_program()))
+
+
+def _taken() -> dict:
+  """Bytes as planned for this machine, and as a step really takes them."""
+  import jax
+
+  from taperjax import config as config_lib, planning, sharding, state
+  from tests import runs
+
+  fields = runs.fields(**{**SHAPE, **PLANNED, **MIXED})
+  config = config_lib.parse(fields).with_vocab(257)
+  mesh = sharding.make_mesh(config.mesh, jax.devices())
+  shapes, compiled = planning.compile_step(config, mesh, as_here=True)
+  rows, shape = sharding.batch_sharding(mesh), (16, 256)
+  tokens = np.random.default_rng(0).integers(0, 257, (16, 257), np.int32)
+  batch = tuple(
+    sharding.place(x, rows) for x in (tokens, np.ones(shape, np.float32))
+  )
+  now = jax.block_until_ready(state.start(config, mesh=mesh))
+
+  def held(tree):
+    """Of each device."""
+    found = [0] * 8
+    for leaf in jax.tree.leaves(tree):
+      for part in leaf.addressable_shards:
+        found[part.device.id] += part.data.nbytes
+    return found
+
+  before = {
+    "parameters": held(now.params), "optimizer": held(now.opt_state),
+    "arguments": held((now, batch)), "unread": now.gate.nbytes,
+  }
+  now, peak = _peak(lambda: jax.block_until_ready(compiled(now, *batch))[0])
+  return {
+    "planned": planning.memory(shapes, compiled), **before, "peak": peak,
+    "parameters_after": held(now.params),
+    "optimizer_after": held(now.opt_state),
+  }
+
+
+def _peak(run):
+  """(result, bytes that the process gains at most meanwhile); Linux alone."""
+  import ctypes
+
+  def size(name):
+    text = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
+
+  clear = pathlib.Path("/proc/self/clear_refs")
+  if not clear.exists():
+    return run(), None
+  ctypes.CDLL(None).malloc_trim(0)  # what is free would be taken again unseen
+  before = size("VmRSS")
+  clear.write_text("5")  # the peak starts anew
+  return run(), size("VmHWM") - before
+
+
+def _known_program() -> dict:
+  """FLOPs and collectives that are found in a program written out here."""
+  import jax
+  import jax.numpy as jnp
+  from jax.sharding import AxisType, PartitionSpec as Spec
+
+  from taperjax import hlo
+
+  auto = (AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, 4), ("a", "b"), auto)
+
+  def program(x_RC):  # (8, 16) of (64, 16)
+    def body(x_RC, _):
+      all_SC = jax.lax.all_gather(x_RC, "b", tiled=True)
+      return jnp.sin(x_RC @ all_SC.T) @ all_SC, None
+
+    x_RC, _ = jax.lax.scan(body, x_RC, length=5)
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    return (
+      jax.lax.psum(jnp.cos(x_RC), "a"),
+      jax.lax.psum_scatter(jnp.exp(x_RC), "b", tiled=True),
+      jax.lax.ppermute(jnp.tanh(x_RC), "b", ring),
+      jax.lax.all_to_all(jnp.abs(x_RC), "b", 0, 0, tiled=True),
+    )
+
+  rows = Spec(("a", "b"))
+  run = jax.jit(jax.shard_map(
+    program, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+  ))
+  x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+  found = hlo.work(run.lower(x).compile().as_text())
+  return {"flops": found.flops, "collectives": {
+    each.kind: [each.times, each.sent, each.groups.tolist()]
+    for each in found.collectives
+  }}
 
 
 def _print_difference(changes: dict, reference: dict) -> None:
@@ -207,8 +327,10 @@ if __name__ == "__main__":
   kind, folder, *rest = sys.argv[1:]
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-  count = 1 if kind == "two" else 8
+  run, count = {
+    "eight": (eight, 8), "others": (others, 8), "axes": (axes, 8),
+    "two": (two, 1), "plan": (plan, 1),
+  }[kind]
   flag = f"--xla_force_host_platform_device_count={count}"
   os.environ["XLA_FLAGS"] = flag
-  programs = {"eight": eight, "others": others, "axes": axes, "two": two}
-  programs[kind](pathlib.Path(folder), *rest)
+  run(pathlib.Path(folder), *rest)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from taperjax import decode, drawing, folding, model as model_lib
+from taperjax import decode, drawing, folding, model as model_lib, shapes
 from taperjax.bench import roofline, stats
 from taperjax.config import ModelConfig, mlp_dim
 from taperjax.data import files
@@ -51,9 +51,7 @@ SHAPES = {
     context_len=1024,
   ),
   "llama-1b": _paper(2048).replace(
-    num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64,
-    mlp_dim=8192, rope_theta=5e5, norm_eps=1e-5, vocab_size=128_256,
-    context_len=2048,
+    **shapes.LLAMA["1b"], vocab_size=shapes.LLAMA_VOCAB, context_len=2048
   ),
 }
 

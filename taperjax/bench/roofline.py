@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import packing
+from taperjax import hlo, packing
 from taperjax.config import ModelConfig
 
 TEST_BYTES = 2**28  # for each core: more than any cache
@@ -127,13 +127,9 @@ def compiled_counts(text: str) -> dict[str, int]:
     kernels: instructions of the body that do work (a fusion is one);
     compiled_reductions: reduce and reduce-window in it and in its fusions.
   """
-  computations, name = {}, None
-  for line in text.splitlines():
-    if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-      name = head[1]
-      computations[name] = []
-    elif name and (found := re.match(r"\s+(?:ROOT )?%[^=]+ = (.*)", line)):
-      computations[name].append(found[1])
+  computations = {
+    name: list(lines.values()) for name, lines in hlo.computations(text).items()
+  }
   bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
   if not bodies:
     return {"kernels": 0, "compiled_reductions": 0}
