@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import pathlib
 import shutil
 import sys
@@ -35,6 +36,8 @@ FORMAT_VERSION = 1
 _KEEP_LATEST = 2  # one alone would leave nothing to fall back to
 _RESERVE = 1.2  # free space wanted, in sizes of the state
 _MB = 1_000_000
+# Bytes of an array for one in the files, at most: zeros are stored as nothing.
+_COMPRESSION = 1_000
 
 
 class _Damaged(UserError):
@@ -288,12 +291,16 @@ class Checkpoints:
     with self._damage(step, "its record does not match its sha256"):
       if _record_sum(record) != told:
         raise ValueError(told)
-    version = record["format_version"]
+    with self._damage(step, "its record is none of taperjax"):
+      version = int(record["format_version"])
     if version > FORMAT_VERSION:
       raise UserError(
         f"checkpoint {self.folder / str(step)} has format version {version}, "
         f"this taperjax reads up to {FORMAT_VERSION}; upgrade taperjax"
       )
+    # The sum tells damage, not who wrote it: what is read must be sound, too.
+    with self._damage(step, "its record is none of taperjax"):
+      _check_record(record)
     if record["step"] != step:
       raise self._damaged(step, f"it is step {record['step']} under this name")
     return record
@@ -304,13 +311,15 @@ class Checkpoints:
     """The named numpy arrays, each checked against its sum."""
     import orbax.checkpoint as ocp
 
+    self._check_size(step, [told[name] for name in names])
     arrays = {}
     options = _alone()
     handler = ocp.PyTreeCheckpointHandler(**options)
     with ocp.Checkpointer(handler, **options) as reader:
       for name in names:
         entry = told[name]
-        array = np.empty(entry["shape"], jnp.dtype(entry["dtype"]))
+        with self._damage(step, f"array {name} cannot be made"):
+          array = np.empty(entry["shape"], jnp.dtype(entry["dtype"]))
         # One array at a time: among several, orbax leaves the reads beside a
         # broken one to report to a closed event loop, loudly and much later.
         if template := _nest({name: array}):
@@ -324,6 +333,18 @@ class Checkpoints:
           raise self._damaged(step, f"array {name} does not match its sha256")
         arrays[name] = array
     return arrays
+
+  def _check_size(self, step: int, entries: list[dict[str, Any]]) -> None:
+    """Raises where arrays are said to be far larger than what lies there."""
+    size = sum(
+      math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in entries
+    )
+    folder = self.folder / str(step)
+    there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    if size > _COMPRESSION * there:
+      raise self._damaged(
+        step, f"its arrays are said to have {size:,} bytes, its files {there:,}"
+      )
 
   def _check_leaves(
     self,
@@ -619,6 +640,32 @@ def _array_sum(array: np.ndarray) -> str:
   told = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
   told.update(array.reshape(-1).view(np.uint8))
   return told.hexdigest()
+
+
+def _check_record(record: dict[str, Any]) -> None:
+  """Raises unless all that this module reads from a record has its form."""
+
+  def check(holds: bool) -> None:
+    if not holds:
+      raise ValueError
+
+  check(type(record["format_version"]) is type(record["step"]) is int)
+  check(isinstance(record["meta"], dict))
+  check(all(isinstance(name, str) for name in record["fields"]))
+  loss = record["valid_loss"]
+  check(loss is None or type(loss) in (int, float) and math.isfinite(loss))
+  for name, entry in record["arrays"].items():
+    parts = name.split("/")
+    check(parts[0] in record["fields"] and "\0" not in name)
+    check(not {"", ".", ".."} & {*parts})
+    # An array is no folder of others.
+    check(not any("/".join(parts[:i]) in record["arrays"]
+                  for i in range(1, len(parts))))
+    check(all(type(n) is int and 0 <= n < 2**48 for n in entry["shape"]))
+    dtype = jnp.dtype(entry["dtype"])
+    check(dtype.name == "bool" or jnp.issubdtype(dtype, np.number))
+    check(isinstance(entry["type"], str) and isinstance(entry["sha256"], str))
+    check(isinstance(entry["key_impl"], str | None))
 
 
 def _record_sum(record: dict[str, Any]) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from taperjax.errors import UserError
@@ -48,6 +47,7 @@ _POSITIVE = {
   "model.num_heads": 4,
   "model.num_kv_heads": 4,
   "model.head_dim": 16,
+  "model.rotary_dim": 16,
   "model.mlp_dim": 176,
   "model.norm_eps": 1e-6,
   "model.rope_theta": 10_000.0,
@@ -66,6 +66,23 @@ _POSITIVE = {
   "mesh.data": 1,
   "mesh.fsdp": 1,
   "mesh.tensor": 1,
+}
+# The least and the most that other numbers may be. Beyond them float32 leaves
+# something of a step 0, infinite or 0 / 0.
+_LEAST = {
+  "optimizer.eps": 1e-16,  # else it divides by what underflowed
+  "taper.ema_rate": 1e-6,
+}
+_MOST = {
+  "model.init_std": 1.0,
+  "optimizer.learning_rate": 1.0,
+  "optimizer.eps": 1.0,
+  "optimizer.weight_decay": 10.0,
+  "optimizer.b1": 0.99999,  # 1 - b1 must not round to 0
+  "optimizer.b2": 0.99999,
+  "taper.scale_loss_weight": 1_000.0,
+  "fakeln.momentum": 0.99999,
+  "lora.alpha": 10_000.0,
 }
 # The same for fields with other rules.
 _EXAMPLES = _POSITIVE | {
@@ -352,13 +369,31 @@ def to_dict(config: Any) -> dict:
 
 
 def model_from_dict(fields: Mapping[str, Any]) -> ModelConfig:
-  """The inverse of `to_dict` for a saved model configuration."""
-  return _build(ModelConfig, fields, "model.")
+  """The inverse of `to_dict` for a saved model configuration.
+
+  Raises:
+    UserError: it was not saved by taperjax, or not whole.
+  """
+  model = _build(ModelConfig, fields, "model.")
+  _check_numbers(model, "model.")
+  _check_model(model)
+  _check_saved_model(model)
+  for name in ("vocab_size", "context_len"):
+    if (value := getattr(model, name)) < 1:
+      raise UserError(f"model.{name}={value} must be above 0")
+  return model
 
 
 def config_from_dict(fields: Mapping[str, Any]) -> Config:
-  """The inverse of `to_dict` for a saved run configuration."""
-  return _build(Config, fields, "")
+  """The inverse of `to_dict` for a saved run configuration.
+
+  Raises:
+    UserError: it was not saved by taperjax, or not whole.
+  """
+  config = _build(Config, fields, "")
+  _check(config)
+  _check_saved_model(config.model)
+  return config
 
 
 _SET_BY_PARSE = {
@@ -712,17 +747,53 @@ def _check_positive(name: str, value) -> None:
     )
 
 
+def _numbers(tree: Any, prefix: str) -> Iterator[tuple[str, int | float]]:
+  """Every number of a dataclass, by its name in the config."""
+  for field in dataclasses.fields(tree):
+    name, value = prefix + field.name, getattr(tree, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _numbers(value, name + ".")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+      yield name, value
+
+
+def _check_numbers(tree: Any, prefix: str = "") -> None:
+  """What holds for each number alone."""
+  for name, value in _numbers(tree, prefix):
+    if name in _POSITIVE:
+      _check_positive(name, value)
+    example = _example(name, type(value), value)
+    if isinstance(value, int) and value >= 2**31:  # jax counts in int32
+      raise UserError(
+        f"{name}={value} must be below 2^31, for example {example}"
+      )
+    if isinstance(value, float) and 0 < abs(value) < 2**-126:
+      raise UserError(
+        f"{name}={value} is 0 in float32; use for example {example}"
+      )
+    if isinstance(value, float) and not abs(value) < 2**127:
+      raise UserError(
+        f"{name}={value} is too large for float32; use for example {example}"
+      )
+
+
+def _check_limits(config: Config) -> None:
+  """`_LEAST` and `_MOST`, after the rules that say more."""
+  for name, value in _numbers(config, ""):
+    low, high = _LEAST.get(name, -math.inf), _MOST.get(name, math.inf)
+    if not low <= value <= high:
+      rule = f"at least {low:g}" if value < low else f"at most {high:g}"
+      raise UserError(
+        f"{name}={value} must be {rule}, for example "
+        f"{_example(name, type(value), value)}"
+      )
+
+
 def _check(config: Config) -> None:
   """Rules that involve values; each message is one line."""
   model, taper, opt = config.model, config.taper, config.optimizer
-  for name in _POSITIVE:
-    value = functools.reduce(getattr, name.split("."), config)
-    if value is not None:
-      _check_positive(name, value)
-    if isinstance(value, int) and value >= 2**31:  # jax counts in int32
-      raise UserError(
-        f"{name}={value} must be below 2^31, for example {_EXAMPLES[name]}"
-      )
+  _check_numbers(config.data, "data.")  # before what follows from it
+  _check_numbers(config)
   for name, value in (
     ("optimizer.weight_decay", opt.weight_decay),
     ("optimizer.final_learning_rate", opt.final_learning_rate),
@@ -780,6 +851,63 @@ def _check(config: Config) -> None:
           f"taper.{name}={value} has no effect with variant=fakeln, which cuts "
           f"its norms and has no gate; set it to {default!r}"
         )
+  _check_model(model)
+  _check_data(config.data)
+  if config.batch_size % config.micro_batches:
+    raise UserError(
+      f"batch_size={config.batch_size} is not divisible by "
+      f"micro_batches={config.micro_batches}; use a divisor of the batch size"
+    )
+  if not config.seeds:
+    raise UserError("seeds=() is empty; give at least one, for example (0,)")
+  if len(set(config.seeds)) < len(config.seeds):
+    raise UserError(f"seeds={config.seeds} repeats a seed; name each one once")
+  for seed in config.seeds:
+    if not 0 <= seed < 2**31:
+      raise UserError(
+        f"seeds={config.seeds} must lie between 0 and 2^31 - 1, for example "
+        "(0,)"
+      )
+  _check_lora(config)
+  _check_fakeln(config)
+  _check_mesh(config)
+  _check_limits(config)
+  if not config.tapers:
+    return
+  if taper.end <= taper.start:
+    raise UserError(
+      f"taper.end={taper.end} is not after taper.start={taper.start}; the gate "
+      "falls from start to end: lower taper.start or raise taper.end"
+    )
+  steps = config.taper_steps
+  if steps.start < 1:
+    raise UserError(
+      f"taper.start={taper.start} of steps={config.steps} is step "
+      f"{steps.start}; calibration needs at least one step before the taper: "
+      f"raise taper.start or steps"
+    )
+  if steps.end <= steps.start:
+    raise UserError(
+      f"taper.end={taper.end} and taper.start={taper.start} of "
+      f"steps={config.steps} are the same step {steps.start}; raise steps"
+    )
+  if config.uses_scale_loss:
+    _check_positive("taper.scale_loss_weight", taper.scale_loss_weight)
+  if model.final_norm == "taper" and model.tied and not config.fold.untie:
+    raise UserError(
+      f"fold.untie=False with variant={config.variant} and model.tied=True: "
+      "the final norm folds into the head, which must then be untied from the "
+      "embedding; set fold.untie=True"
+    )
+
+
+def _check_model(model: ModelConfig) -> None:
+  """Rules of a shape alone, also of one that was saved."""
+  if model.rope_theta < 1:  # the angles would grow without bound
+    raise UserError(
+      f"model.rope_theta={model.rope_theta} must be at least 1, for example "
+      f"{_EXAMPLES['model.rope_theta']}"
+    )
   _choice("model.mlp", model.mlp, ("swiglu", "gelu_tanh", "gelu"))
   _choice("model.positions", model.positions, ("rope", "learned"))
   for name in model.biases:
@@ -815,58 +943,46 @@ def _check(config: Config) -> None:
       f"model.rotary_dim={model.rotary_dim} must be even and at most "
       f"model.head_dim={model.head_dim}; {remedy}"
     )
-  _check_data(config.data)
-  if config.batch_size % config.micro_batches:
+
+
+def _check_saved_model(model: ModelConfig) -> None:
+  """Rules of what `parse` or a reader sets in a model."""
+  _choice("model.norm", model.norm, ("rms", "layer"))
+  modes = ("norm", "taper", "none", "fake")
+  _choice("model.internal_norm", model.internal_norm, (*modes, "mixed"))
+  _choice("model.final_norm", model.final_norm, modes)
+  if (model.internal_norm == "fake") != (model.final_norm == "fake"):
     raise UserError(
-      f"batch_size={config.batch_size} is not divisible by "
-      f"micro_batches={config.micro_batches}; use a divisor of the batch size"
+      f"model.final_norm={model.final_norm!r} does not go with internal_norm="
+      f"{model.internal_norm!r}; fetch the model again"
     )
-  if not config.seeds:
-    raise UserError("seeds=() is empty; give at least one, for example (0,)")
-  if len(set(config.seeds)) < len(config.seeds):
-    raise UserError(f"seeds={config.seeds} repeats a seed; name each one once")
-  for seed in config.seeds:
-    if not 0 <= seed < 2**31:
+  dtypes = ("float32", "bfloat16")
+  _choice("model.compute_dtype", model.compute_dtype, dtypes)
+  mixed = model.internal_norm == "mixed"
+  if len(model.internal_modes) != (2 * model.num_layers if mixed else 0):
+    raise UserError(
+      f"model.internal_modes={model.internal_modes} does not name the norms of "
+      f"{model.num_layers} layers with internal_norm={model.internal_norm}; "
+      "fetch the model again"
+    )
+  for mode in model.internal_modes:
+    _choice("model.internal_modes", mode, modes[:3])
+  if (scaling := model.rope_scaling) is not None:
+    _choice("model.rope_scaling.kind", scaling.kind, ("linear", "llama3"))
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.factor < 1 or scaling.original_context < 1 or not 0 < low < high:
       raise UserError(
-        f"seeds={config.seeds} must lie between 0 and 2^31 - 1, for example "
-        "(0,)"
+        f"model.rope_scaling={scaling} is no stretching of the context; fetch "
+        "the model again"
       )
-  _check_lora(config)
-  _check_fakeln(config)
-  _check_mesh(config)
-  if not config.tapers:
-    return
-  if taper.end <= taper.start:
-    raise UserError(
-      f"taper.end={taper.end} is not after taper.start={taper.start}; the gate "
-      "falls from start to end: lower taper.start or raise taper.end"
-    )
-  steps = config.taper_steps
-  if steps.start < 1:
-    raise UserError(
-      f"taper.start={taper.start} of steps={config.steps} is step "
-      f"{steps.start}; calibration needs at least one step before the taper: "
-      f"raise taper.start or steps"
-    )
-  if steps.end <= steps.start:
-    raise UserError(
-      f"taper.end={taper.end} and taper.start={taper.start} of "
-      f"steps={config.steps} are the same step {steps.start}; raise steps"
-    )
-  if config.uses_scale_loss:
-    _check_positive("taper.scale_loss_weight", taper.scale_loss_weight)
-  if model.final_norm == "taper" and model.tied and not config.fold.untie:
-    raise UserError(
-      f"fold.untie=False with variant={config.variant} and model.tied=True: "
-      "the final norm folds into the head, which must then be untied from the "
-      "embedding; set fold.untie=True"
-    )
 
 
 def _check_lora(config: Config) -> None:
   lora, model = config.lora, config.model
   if lora.rank < 0:
     raise UserError(f"lora.rank={lora.rank} must be 0 (off) or more, such as 8")
+  for name in lora.targets:
+    _choice("lora.targets", name, LORA_TARGETS)
   if not lora.rank:
     return
   if config.init.checkpoint is None:
@@ -892,7 +1008,6 @@ def _check_lora(config: Config) -> None:
       f"of {', '.join(LORA_TARGETS)}"
     )
   for name in lora.targets:
-    _choice("lora.targets", name, LORA_TARGETS)
     if name == "gate" and model.mlp != "swiglu":
       raise UserError(
         f"lora.targets names 'gate' with model.mlp={model.mlp}, which has no "

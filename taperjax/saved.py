@@ -113,13 +113,17 @@ def load(
       )
   folder = folder.resolve()  # its parents hold what belongs to it
   step, tree, meta = checkpoint.load_arrays(folder, step)
+  where = f"checkpoint {folder / str(step)}"
+  _check_meta(meta, where)
   tree, meta = _of_seed(tree, meta, seed, path)
-  params = tree["params"]
-  if lora.BRANCH in params:
-    config = config_lib.config_from_dict(meta["config"])
-    params = lora.merge(params, config.lora)
+  params, c = tree["params"], tree["taper"].get("c")
   model_config = config_lib.model_from_dict(meta["model"])
-  c = tree["taper"]["c"]
+  adapters = None
+  if lora.BRANCH in params:
+    adapters = config_lib.config_from_dict(meta.get("config", {})).lora
+  _check_arrays(params, c, model_config, adapters, where)
+  if adapters is not None:
+    params = lora.merge(params, adapters)
   if model_config.internal_norm == "fake" and meta["gate"] == 0.0:
     params, c, model_config = fakeln.to_taper(params, c, model_config)
   return Model(
@@ -134,6 +138,90 @@ def load(
   )
 
 
+def _check_meta(meta: dict[str, Any], where: str) -> None:
+  """Raises unless all that is read from it has its kind."""
+  many = "diverged" in meta
+  kinds = {
+    "model": dict,
+    "gate": (int, float),
+    "seed": list if many else int,
+    "data_hashes": dict,
+    "source": dict,
+    "valid_tokens": str,
+    "diverged": list,
+  }
+  for name, kind in kinds.items():
+    needed = name in ("model", "gate", "seed")
+    if (needed or name in meta) and not isinstance(meta.get(name), kind):
+      raise UserError(
+        f"{where}: {name}={meta.get(name)!r} in its meta is none that taperjax "
+        "writes; fetch it again"
+      )
+  if not 0 <= meta["gate"] <= 1 or many and (
+    len(meta["seed"]) != len(meta["diverged"])
+  ):
+    raise UserError(
+      f"{where}: gate={meta['gate']!r} or the seeds {meta['seed']!r} in its "
+      "meta are none that taperjax writes; fetch it again"
+    )
+
+
+def _check_arrays(
+  params: dict,
+  c: np.ndarray | None,
+  config: config_lib.ModelConfig,
+  adapters: config_lib.LoraConfig | None,
+  where: str,
+) -> None:
+  """Raises unless they are those of the model, and finite.
+
+  Raises:
+    UserError: an array that is missing, of another shape, or more than there
+      should be; a number that is not finite.
+  """
+
+  def make():
+    made = model_lib.init_params(config, jax.random.key(0))
+    if adapters is not None:
+      key = jax.random.key(0)
+      made = {**made, lora.BRANCH: lora.init(made, adapters, key)}
+    return made
+
+  found = _by_name(params)
+  if not config.scan_layers and config.num_layers > len(found):
+    raise UserError(  # before so many layers are thought of
+      f"{where} has {len(found)} arrays for model.num_layers="
+      f"{config.num_layers}; fetch it again"
+    )
+  want = _by_name(jax.eval_shape(make))
+  sites = (2 * config.num_layers + 1,)
+  if config.internal_norm == "fake":
+    sites = (3 * config.num_layers + 1, 3)
+  want["c"], found["c"] = jax.ShapeDtypeStruct(sites, np.float32), c
+  for name in sorted(found.keys() | want.keys()):
+    shapes = [
+      f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else "nothing"
+      for leaf in (found.get(name), want.get(name))
+    ]
+    if shapes[0] != shapes[1]:
+      raise UserError(
+        f"{where}: array {name} is {shapes[0]}, against {shapes[1]} by its "
+        "model; fetch it again"
+      )
+    if not np.isfinite(found[name]).all():
+      raise UserError(
+        f"{where}: array {name} holds numbers that are not finite; take an "
+        "earlier step, or fetch it again"
+      )
+
+
+def _by_name(tree: dict) -> dict[str, Any]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
 def seeds(
   path: str | os.PathLike[str], step: int | str | None = None
 ) -> dict[int, int] | None:
@@ -142,6 +230,7 @@ def seeds(
   checkpoints = checkpoint.Checkpoints(folder, read_only=True)
   step = checkpoints.latest_step() if step is None else step
   meta = checkpoints.meta(step)
+  _check_meta(meta, f"checkpoint {folder / str(step)}")
   if "diverged" not in meta:
     return None
   return dict(zip(meta["seed"], meta["diverged"], strict=True))
@@ -177,6 +266,10 @@ def _of_seed(
     )
   if seed not in meta["seed"]:
     raise UserError(f"seed={seed} is not in {path}; use one of {there}")
+  if any(x.shape[:1] != (len(meta["seed"]),) for x in jax.tree.leaves(tree)):
+    raise UserError(
+      f"{path} holds arrays of other seeds than {there}; fetch it again"
+    )
   i = meta["seed"].index(seed)
   if meta["diverged"][i]:
     raise UserError(
@@ -201,6 +294,7 @@ def read_config(fields: Mapping[str, Any]) -> config_lib.Config:
     if step is None:
       step = checkpoints.latest_step()
     meta = checkpoints.meta(step)
+    _check_meta(meta, f"checkpoint {folder / str(step)}")
     if "diverged" in meta:
       raise UserError(
         f"init.checkpoint={path} holds {len(meta['seed'])} seeds; start from a "

@@ -1,5 +1,6 @@
 """Checkpoints: nothing but the saved bits comes back, whatever the damage."""
 
+import json
 import logging
 import os
 import pathlib
@@ -287,6 +288,48 @@ def test_changed_number_in_the_record_is_damage(copy):
   path.write_text(path.read_text().replace("0.001", "0.003"))
   with pytest.raises(UserError, match="record does not match its sha256"):
     Checkpoints(copy).meta(2)
+
+
+HOSTILE = {
+  "no arrays": lambda r: r.pop("arrays"),
+  "no number": lambda r: r.update(step="2"),
+  "meta": lambda r: r.update(meta=[]),
+  "fields": lambda r: r.update(fields=[{}]),
+  "loss": lambda r: r.update(valid_loss="x"),
+  "version": lambda r: r.update(format_version="new"),
+  "negative": lambda r: r["arrays"]["params/w"].update(shape=[-1]),
+  "dtype": lambda r: r["arrays"]["params/w"].update(dtype="O"),
+  "out": lambda r: r["arrays"].update({"params/../../x": r["arrays"]["none"]}),
+  "nested": lambda r: r["arrays"].update({"none/a": r["arrays"]["none"]}),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_record_with_a_good_sum_is_not_believed_for_it(copy, change):
+  """Whoever makes the sum anew may write anything under it."""
+  rewrite_record(copy, change)
+  with pytest.raises(UserError, match="/2 is damaged: its record is none of"):
+    load_arrays(copy)
+  step, state, _ = Checkpoints(copy).restore_latest(make_state())
+  assert (step, bits(state)) == (1, bits(make_state(1)))
+
+
+def test_no_array_is_made_that_is_far_larger_than_the_files(copy):
+  """Nor is its place in memory asked for."""
+  huge = lambda r: r["arrays"]["params/w"].update(shape=[2**40, 2**40])
+  rewrite_record(copy, huge)
+  with pytest.raises(UserError, match="are said to have 4,835,703,278,458,5"):
+    load_arrays(copy)
+
+
+def rewrite_record(folder, change) -> None:
+  """Changes the record of step 2, and its sum with it."""
+  (path,) = [p for p in files_of(folder / "2" / "record") if "meta" in p.name]
+  record = json.loads(path.read_text())
+  del record["sha256"]
+  change(record)
+  record["sha256"] = checkpoint._record_sum(record)
+  path.write_text(json.dumps(record))
 
 
 def test_the_loss_of_work_is_told_loudly(tmp_path, capsys):

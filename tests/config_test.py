@@ -1,8 +1,11 @@
 """The one parse: every message, what follows what, and the way to JSON."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+import types
+import typing
 
 import pytest
 from absl import flags
@@ -456,6 +459,102 @@ def test_each_mistake_gets_its_one_line(changes, message):
     parse(**changes)
   assert str(error.value) == message
   assert "\n" not in message
+
+
+def settable(kind=config_lib.Config, prefix=""):
+  """(name, type) of every field that a config file gives."""
+  for name, inner in typing.get_type_hints(kind).items():
+    if kind is config_lib.ModelConfig and name in config_lib._SET_BY_PARSE:
+      continue
+    if dataclasses.is_dataclass(inner):
+      yield from settable(inner, f"{name}.")
+    else:
+      yield prefix + name, inner
+
+
+# Texts that may be anything: names, paths, which are looked up later, a prompt.
+FREE = {
+  "size", "data.train", "data.valid", "data.tokenizer", "data.folder",
+  "eval.prompt", "init.checkpoint",
+}
+# What no field of this kind may be: below and beyond its range.
+OUTSIDE = {
+  int: (-1, 2**31, 10**30),
+  float: (-1.0, 1e-40, 1e39, 1e300),
+  bool: ("yes", 1),
+  str: ("no such",),
+}
+
+
+@pytest.mark.parametrize("name, kind", list(settable()))
+def test_every_field_has_a_range(name, kind):
+  """A field without a rule would take a value that breaks a run later."""
+  if name in FREE:
+    return
+  many = typing.get_origin(kind) is tuple
+  one = next((k for k in typing.get_args(kind) if k is not types.NoneType),
+             kind)
+  if typing.get_origin(one) is tuple:  # or None
+    many, one = True, typing.get_args(one)[0]
+  for value in OUTSIDE[one]:
+    change = {name.replace(".", "__"): (value,) if many else value}
+    with pytest.raises(UserError) as error:
+      parse(**change)
+    assert name in str(error.value), value
+  if not many:  # the names of a group agree with what the walk found
+    with pytest.raises(UserError, match=rf"^{name} is missing"):
+      config_lib.parse(without(name))
+
+
+def test_the_walk_over_the_fields_sees_them():
+  names = {name for name, _ in settable()}
+  assert len(names) > 70 and names >= FREE
+  assert {"steps", "model.norm_eps", "fakeln.gap_v", "mesh.tensor"} <= names
+
+
+@pytest.mark.parametrize(
+  "name, value, rule",
+  [
+    ("model__rope_theta", 0.5, "must be at least 1, for example 10000.0"),
+    ("optimizer__eps", 1e-30, "must be at least 1e-16, for example 1e-08"),
+    ("optimizer__learning_rate", 3, "must be at most 1, for example 0.0003"),
+    ("optimizer__b2", 1 - 1e-9, "must be at most 0.99999, for example 0.95"),
+    ("taper__ema_rate", 1e-9, "must be at least 1e-06, for example 0.1"),
+    ("model__norm_eps", 1e-300, "is 0 in float32; use for example 1e-06"),
+    ("optimizer__clip_norm", 1e39, "is too large for float32; use for example"),
+    ("data__vocab_size", 2**31, "must be below 2^31, for example 10000"),
+  ],
+)
+def test_numbers_that_float32_would_lose_are_refused(name, value, rule):
+  """They would be 0, infinite, or 0 / 0 somewhere in the first step."""
+  with pytest.raises(UserError) as error:
+    parse(**{name: value})
+  text = f"{name.replace('__', '.')}={value if value > 2**30 else float(value)}"
+  assert str(error.value).startswith(f"{text} {rule}")
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"num_heads": 0}, "model.num_heads=0 must be above 0"),
+    ({"mlp": "x"}, "model.mlp='x' is not one of"),
+    ({"norm": "batch"}, "model.norm='batch' is not one of"),
+    ({"internal_norm": "../x"}, "model.internal_norm='../x' is not one of"),
+    ({"compute_dtype": "object"}, "model.compute_dtype='object' is not one of"),
+    ({"vocab_size": 0}, "model.vocab_size=0 must be above 0"),
+    ({"context_len": 2**40}, "context_len=1099511627776 must be below 2\\^31"),
+    ({"internal_norm": "mixed"}, r"model.internal_modes=\(\) does not name"),
+    (
+      {"rope_scaling": {"kind": "linear", "factor": 0.0}},
+      "is no stretching of the context",
+    ),
+  ],
+)
+def test_a_saved_model_is_checked_like_any_other(changes, message):
+  """It may come from anywhere; shapes and choices must hold before its use."""
+  fields = config_lib.to_dict(tiny.model_config())
+  with pytest.raises(UserError, match=message):
+    config_lib.model_from_dict({**fields, **changes})
 
 
 @pytest.mark.parametrize(

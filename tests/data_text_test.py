@@ -109,6 +109,21 @@ def test_a_text_column_of_another_type_is_told(tmp_path, values, kind):
     list(text.iter_documents(path))
 
 
+def test_offsets_of_texts_are_checked_before_they_are_followed(tmp_path):
+  """pyarrow does not: it would read outside of the file."""
+  lines = [f"story {i:04d}" for i in range(8)]
+  table = pyarrow.table({"text": lines})
+  path = tmp_path / "a.arrow"
+  with pyarrow.ipc.new_stream(path, table.schema) as file:
+    file.write_table(table)
+  data = path.read_bytes()
+  offset = (20).to_bytes(4, "little") + (30).to_bytes(4, "little")
+  assert data.count(offset) == 1
+  path.write_bytes(data.replace(offset, b"\xff\xff\xff\x7f" + offset[4:]))
+  with pytest.raises(UserError, match="cannot be read as arrow .ArrowInvalid"):
+    list(text.iter_documents(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["large_string", "dictionary"])
 def test_every_kind_of_string_column_is_text(tmp_path, kind):
   array = pyarrow.array(["one", "two", "one"], pyarrow.large_string())

@@ -333,6 +333,53 @@ def test_bad_tokenizer_file_is_told(tmp_path, name, content, match):
   assert "\n" not in str(info.value)
 
 
+def hostile(**changes) -> bytes:
+  """A byte-level tokenizer.json with other parts."""
+  return json.dumps(json.loads(train_hf(byte_level=True)) | changes).encode()
+
+
+@pytest.mark.parametrize(
+  "changes, match",
+  [
+    (
+      {"model": {"type": "BPE", "vocab": {}, "merges": []},
+       "added_tokens": []},
+      "has 0 tokens with ids below 0",
+    ),
+    (
+      {"model": {"type": "WordLevel", "unk_token": "x",
+                 "vocab": {"a": 0, "</s>": 2**32 - 1}}},
+      "tokens with ids below 4,294,967,296; give one without such gaps",
+    ),
+    (
+      {"model": {"type": "WordLevel", "unk_token": "x", "vocab": {"</s>": 0}}},
+      r"is not a tokenizer.json \(WordLevel error: Missing .UNK. token",
+    ),
+  ],
+)
+def test_a_tokenizer_that_the_library_takes_may_still_be_none(
+  tmp_path, changes, match
+):
+  """It would fail at the first text, or take tables of 16 GB."""
+  (tmp_path / "tokenizer.json").write_bytes(hostile(**changes))
+  with pytest.raises(UserError, match=match):
+    tokenizer_lib.load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_name_in_a_saved_folder_does_not_lead_out_of_it(made, tmp_path):
+  """It might name a device, or a file that is nobody's business."""
+  made["bytes"].save(tmp_path / "a")
+  (tmp_path / "a" / "bytes.model").rename(tmp_path / "b")
+  info = tmp_path / "a" / tokenizer_lib.INFO
+  told = json.loads(info.read_text())
+  info.write_text(json.dumps(told | {"model": "../b"}))
+  with pytest.raises(UserError, match="is damaged"):
+    tokenizer_lib.load_tokenizer(tmp_path / "a")
+  info.write_text("[" * 100_000)
+  with pytest.raises(UserError, match="is damaged"):
+    tokenizer_lib.load_tokenizer(tmp_path / "a")
+
+
 @pytest.mark.parametrize("missing", ["tokenizer_info.json", "tokenizer.model"])
 def test_incomplete_folder_is_told(made, tmp_path, missing):
   made["sentencepiece"].save(tmp_path)

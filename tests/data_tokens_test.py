@@ -145,9 +145,32 @@ def old_format(setting):
   path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 0}))
 
 
+def objects(setting):
+  """numpy would take ids for addresses."""
+  path = setting.folder / "x.json"
+  told = json.loads(path.read_text()) | {"dtype": "O", "num_tokens": 0}
+  (setting.folder / "x.bin").write_bytes(b"\1" * 8)
+  told |= {"num_tokens": 1, "tokens_sha256": hashlib.sha256(b"\1" * 8)
+           .hexdigest()}
+  path.write_text(json.dumps(told))
+
+
+def nested(setting):
+  (setting.folder / "x.json").write_text("[" * 100_000)
+
+
+def no_hash(setting):
+  path = setting.folder / "x.json"
+  told = json.loads(path.read_text()) | {"source_sha256": ["x"]}
+  path.write_text(json.dumps(told))
+
+
 @pytest.mark.parametrize(
   "change, line",
   [
+    (objects, "its ids are said to be 'O'"),
+    (nested, "x.json is damaged"),
+    (no_hash, "x.json is damaged"),
     (change_source, "the source .*source.txt changed"),
     (truncate, "the file has 4 bytes, another size than recorded"),
     (flip_bit, r"the file was changed since it was written \(sha256\)"),

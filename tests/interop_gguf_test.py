@@ -1,9 +1,11 @@
 """GGUF: what is written is read, here and by other readers, or refused."""
 
+import dataclasses
 import importlib.util
 import itertools
 import os
 import pathlib
+import struct
 import sys
 
 import jax
@@ -17,7 +19,7 @@ from taperjax.data import corpus, tokenizer as tokenizer_lib
 from taperjax.errors import UserError
 from taperjax.interop import gguf_files, stock, verify
 from taperjax.model import Transformer
-from tests import tiny
+from tests import fuzz, tiny
 
 gguf = pytest.importorskip("gguf")
 
@@ -249,6 +251,8 @@ def test_a_factor_without_a_type_is_linear_scaling(tmp_path):
     ({"fields": {"llama.block_count": 2**31 - 1}}, "is more than 20 tensors"),
     ({"fields": {"llama.context_length": 2**32 - 1}}, "must be one int above"),
     ({"fields": {"llama.rope.freq_base": float("inf")}}, "must be one float"),
+    ({"fields": {"llama.rope.freq_base": 0.5}}, "one float of 1 or more"),
+    ({"fields": {"llama.rope.scale_linear": 0.5}}, "must be a number of 1 or"),
     ({"fields": {"tokenizer.ggml.tokens": 3}}, "must be a list of str"),
     ({"fields": {"tokenizer.ggml.scores": 1.0}}, "must be a list of float"),
     ({"fields": {"llama.block_count": 1}}, "blk.1.* is not part of a plain"),
@@ -312,6 +316,51 @@ def test_damaged_file_is_told_in_one_line(tmp_path):
     assert "\n" not in str(info.value)
   with pytest.raises(UserError, match="is not a file"):
     gguf_files.read(tmp_path)
+
+
+def test_no_more_memory_is_taken_than_the_file_is_large(tmp_path):
+  """Tensors that share their data, and tables as large as a key says."""
+  path = tmp_path / "a.gguf"
+  write(path, make_config())
+  fields, found = fuzz.read_gguf(path)
+  many = [dataclasses.replace(found[0], name=f"x{i}") for i in range(40)]
+  fuzz.write_gguf(path, fields, found + many, share=True)
+  with pytest.raises(UserError, match="damaged .its tensors overlap"):
+    gguf_files.read(path)
+  small = fuzz.Tensor("rope_freqs.weight", 0, [2], b"\0\0\x80\x3f" * 2)
+  fields = dict(fields)
+  for key in ("attention.key_length", "attention.value_length",
+              "rope.dimension_count"):
+    fields[f"llama.{key}"] = struct.pack("<II", 4, 2**30)
+  fuzz.write_gguf(path, [*fields.items()], [*found, small])
+  with pytest.raises(UserError, match="rope_freqs.weight is not the llama3"):
+    gguf_files.read(path)
+
+
+def test_an_embedding_that_is_no_matrix_is_told(tmp_path):
+  path = tmp_path / "a.gguf"
+  write(path, make_config())
+  fields, found = fuzz.read_gguf(path)
+  [embedding] = [t for t in found if t.name == "token_embd.weight"]
+  embedding.shape, embedding.data = [], embedding.data[:4]
+  fuzz.write_gguf(path, fields, found)
+  with pytest.raises(UserError, match="token_embd.weight has 0 dimensions"):
+    gguf_files.read(path)
+
+
+def test_scales_of_blocks_that_overflow_are_one_line(tmp_path):
+  """And no warning of numpy beside it."""
+  path = tmp_path / "a.gguf"
+  write(path, make_config())
+  rewrite(path, quantise=gguf.GGMLQuantizationType.Q8_0)
+  fields, found = fuzz.read_gguf(path)
+  [t] = [t for t in found if t.name == "token_embd.weight"]
+  t.data = b"\x00\x7c" + t.data[2:]  # infinite; q = 0 makes it NaN
+  t.data = t.data[:2] + b"\0" + t.data[3:]
+  t.shape = [32, 288]
+  fuzz.write_gguf(path, fields, found)
+  with pytest.raises(UserError, match="token_embd.weight holds numbers that"):
+    gguf_files.read(path)
 
 
 @pytest.mark.parametrize(

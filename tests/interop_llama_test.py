@@ -322,6 +322,7 @@ REFUSED_CONFIGS = {
     {"layer_types": ["full_attention", "chunked_attention"]},
     "layer_types=.*chunked_attention.* is not understood with model_type='ll",
   ),
+  "types 5": ({"layer_types": 5}, "layer_types=5 is not understood"),
   "types": ({"layer_types": "many"}, "layer_types='many' is not understood"),
   "act": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*SwiGLU"),
   "layers": ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 .*whole"),
@@ -603,12 +604,21 @@ def test_damaged_files_are_told_in_one_line(tmp_path):
       assert "\n" not in str(error)
   assert refused >= len(damaged) - 3  # a bit of the metadata may be harmless
   path.write_bytes(whole)
-  for text in ("", "{", "[]", '{"a": }', "\udcff"):
+  for text in ("", "{", "[]", '{"a": }', "\udcff", "[" * 100_000):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match="config.json"):
       llama.read(tmp_path)
   with pytest.raises(UserError, match="config.json cannot be read"):
     llama.read(tmp_path / "none")
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path):
+  """Of a field that is told twice, readers take one or the other."""
+  our_folder(tmp_path)
+  path = tmp_path / "config.json"
+  path.write_text('{"vocab_size": 5, ' + path.read_text().lstrip()[1:])
+  with pytest.raises(UserError, match="no JSON .*'vocab_size' is there twice"):
+    llama.read(tmp_path)
 
 
 def test_weights_are_cast_once_and_stored_in_order(tmp_path):

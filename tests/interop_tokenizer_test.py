@@ -346,6 +346,8 @@ def test_ends_of_a_hugging_face_folder(tmp_path, files, bos, eos):
     ({"config": {"eos_token_id": 400}}, "eos_id=400 is not an id"),
     ({"config": {"eos_token_id": "x"}}, "eos_id='x' is not an id"),
     ({"tokenizer_config": {"eos_token": "</x>"}}, "eos_token='</x>' is not in"),
+    ({"tokenizer_config": {"eos_token": "\ud800"}}, "is not in tokenizer.json"),
+    ({"tokenizer_config": {"eos_token": ["x"]}}, "is not in tokenizer.json"),
     ({"config": [1]}, "config.json holds no JSON object"),
   ],
 )
@@ -474,6 +476,16 @@ def test_a_piece_like_the_blank_of_gguf_is_refused(tmp_path):
   assert tok.encode("▁") == [259, 260]
   with pytest.raises(UserError, match=r"U\+2581 beside those with blanks"):
     tokenizer_files.to_gguf(tok, size)
+
+
+def test_pieces_whose_merges_would_outgrow_the_memory_are_refused(tmp_path):
+  """Of n pieces a, aa, aaa, ... there are n^2 / 2 merges of n characters."""
+  path = tmp_path / "tok.bin"
+  size = write_llama2c(path, [(b"a", 0.0), (b"a" * 256, 0.0)])
+  assert tokenizer_files.from_llama2c(path, size).encode("a")
+  size = write_llama2c(path, [(b"a", 0.0), (b"a" * 257, 0.0)])
+  with pytest.raises(UserError, match="has a piece of 257 characters"):
+    tokenizer_files.from_llama2c(path, size)
 
 
 def test_a_score_that_is_no_number_is_refused(tmp_path):

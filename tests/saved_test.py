@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -10,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 
-from taperjax import saved
+from taperjax import checkpoint, saved
 from taperjax.data import tokenizer, windows
 from taperjax.errors import UserError
 from tests import runs
@@ -79,6 +80,55 @@ def test_other_tokenizer_of_the_same_size_is_refused(tapered, tmp_path):
   tokenizer.ByteTokenizer(b"other").save(workdir / "tokenizer")
   with pytest.raises(UserError, match="is not the one that the model in"):
     saved.load(workdir)
+
+
+def rewritten(tapered, folder, change):
+  """The checkpoints with other arrays and meta, under good sums."""
+  step, tree, meta = checkpoint.load_arrays(tapered / "checkpoints", None, ())
+  tree = {name: tree[name] for name in ("params", "taper")}
+  change(tree, meta)
+  with contextlib.closing(checkpoint.Checkpoints(folder)) as found:
+    found.save(step, tree, meta)
+  return folder
+
+
+@pytest.mark.parametrize(
+  "change, match",
+  [
+    (lambda t, m: m.pop("model"), "model=None in its meta is none that"),
+    (lambda t, m: m.update(gate="x"), "gate='x' in its meta is none that"),
+    (lambda t, m: m.update(gate=2), "gate=2 or the seeds 0 in its meta"),
+    (lambda t, m: m.update(diverged=[0]), "seed=0 in its meta is none that"),
+    (lambda t, m: m["model"].update(mlp="x"), "model.mlp='x' is not one of"),
+    (
+      lambda t, m: m["model"].update(num_layers=10**6),
+      "arrays for model.num_layers=1000000",
+    ),
+    (
+      lambda t, m: m["model"].update(vocab_size=9),
+      r"embed/embedding is float32\[257, 8\], against float32\[9, 8\] by its",
+    ),
+    (lambda t, m: t["params"].pop("embed"), "embed/embedding is nothing"),
+    (
+      lambda t, m: t["params"].update(x=np.float32([1])),
+      r"array x is float32\[1\], against nothing",
+    ),
+    (
+      lambda t, m: t["taper"].update(c=np.zeros(3, np.float32)),
+      r"array c is float32\[3\], against float32\[5\]",
+    ),
+    (
+      lambda t, m: t["params"]["final_norm"]["scale"].fill(np.nan),
+      "array final_norm/scale holds numbers that are not finite; take an earl",
+    ),
+  ],
+)
+def test_a_checkpoint_that_taperjax_did_not_write_is_told(
+  tapered, tmp_path, change, match
+):
+  """Its sums are right, as anybody can make them."""
+  with pytest.raises(UserError, match=match):
+    saved.load(rewritten(tapered, tmp_path / "x", change))
 
 
 def test_checkpoints_without_a_run_have_no_data(tapered, tmp_path):

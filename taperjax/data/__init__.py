@@ -193,7 +193,7 @@ def _sentencepiece(
     trained_on["source_sha256"]  # is there
   except FileNotFoundError:
     trained_on = {}
-  except (ValueError, LookupError, TypeError):
+  except (ValueError, LookupError, TypeError, RecursionError):
     trained_on = {}
     log(f"Tokenizer {path} is trained anew: trained_on.json is damaged.")
   identity = source.identity(trained_on)

@@ -187,7 +187,7 @@ def _read_parquet(path: pathlib.Path) -> Iterator[str]:
     _check_column(path, file.schema_arrow)
     try:
       for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-        yield from (text for text in batch.column(0).to_pylist() if text)
+        yield from _texts(batch.column(0))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
       raise _damaged(path, "parquet", error) from error
 
@@ -200,9 +200,17 @@ def _read_arrow(path: pathlib.Path) -> Iterator[str]:
       batches = pyarrow.ipc.open_stream(file)
       _check_column(path, batches.schema)
       for batch in batches:
-        yield from (text for text in batch["text"].to_pylist() if text)
+        yield from _texts(batch["text"])
   except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
     raise _damaged(path, "arrow", error) from error
+
+
+def _texts(column) -> Iterator[str]:
+  """Texts that are not empty; without a look at its offsets, a damaged file
+  would be read outside of its bounds.
+  """
+  column.validate(full=True)
+  return (text for text in column.to_pylist() if text)
 
 
 def _check_column(path: pathlib.Path, schema) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -16,6 +17,8 @@ from taperjax.data import files
 from taperjax.errors import UserError
 
 INFO = "tokenizer_info.json"
+# Of a tokenizer.json, gaps included: tables of all ids are made of it.
+_IDS_FOR_A_TOKEN = 100
 TRAIN_CHARS = 200_000_000  # text that SentencePiece is trained on, at most
 
 
@@ -199,18 +202,18 @@ class HFTokenizer(Tokenizer):
     import tokenizers
 
     super().__init__(definition, told)
-    try:
+    with library_errors(path):
       self._model = tokenizers.Tokenizer.from_buffer(definition)
-    except Exception as error:  # the library raises no narrower class
+      self._model.encode_special_tokens = True
+      self._model.no_padding()
+      self._model.no_truncation()
+      vocab = self._model.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocab.values(), default=-1) + 1
+    if not 0 < self.vocab_size <= _IDS_FOR_A_TOKEN * len(vocab):
       raise UserError(
-        f"data.tokenizer={path} is not a tokenizer.json ({error}); give the "
-        "file that Hugging Face `tokenizers` saves."
-      ) from error
-    self._model.encode_special_tokens = True
-    self._model.no_padding()
-    self._model.no_truncation()
-    vocab = self._model.get_vocab(with_added_tokens=True)
-    self.vocab_size = max(vocab.values()) + 1
+        f"data.tokenizer={path} has {len(vocab):,} tokens with ids below "
+        f"{self.vocab_size:,}; give one without such gaps."
+      )
     ends = [vocab[token] for token in self.EOS if token in vocab]
     starts = [vocab[token] for token in self.BOS if token in vocab]
     self.eos_id = self._told("eos_id", ends, path)
@@ -226,7 +229,8 @@ class HFTokenizer(Tokenizer):
         f"data.tokenizer={path} adds a beginning of text (adds_bos=True) but "
         "has no such token; tell bos_id too."
       )
-    parts = json.loads(definition)
+    with library_errors(path):
+      parts = json.loads(definition)
     decoder = str(parts.get("decoder"))
     self._is_byte_level = "ByteLevel" in decoder
     if not re.search("ByteLevel|ByteFallback|Metaspace", decoder):
@@ -234,7 +238,9 @@ class HFTokenizer(Tokenizer):
         f"data.tokenizer={path} has a decoder that does not keep the text "
         "exactly; use a byte-level or SentencePiece-like tokenizer."
       )
-    self._continued = _continued(parts["decoder"])
+    with library_errors(path):
+      self._continued = _continued(parts["decoder"])
+      self.decode(self.encode("a 1é\n"), continues=True)  # nothing is missing
 
   def _told(self, name: str, named: list[int], path) -> int | None:
     """The id that was told, else the first of the known names."""
@@ -276,6 +282,39 @@ class HFTokenizer(Tokenizer):
       else:
         lengths[i] = len(piece.replace("▁", " ").encode())
     return lengths
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+  """Drops what is written to file descriptor 2, as the library's panics are."""
+  try:
+    kept = os.dup(2)
+  except OSError:  # there is none
+    yield
+    return
+  null = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(null, 2)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(null)
+
+
+@contextlib.contextmanager
+def library_errors(path: str | os.PathLike) -> Iterator[None]:
+  """Turns whatever a tokenizer.json makes of the library into one line."""
+  try:
+    with _no_stderr():
+      yield
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:  # a panic of the library is no Exception
+    raise UserError(
+      f"data.tokenizer={path} is not a tokenizer.json ({error}); give the "
+      "file that Hugging Face `tokenizers` saves."
+    ) from error
 
 
 def _continued(decoder: dict):
@@ -401,9 +440,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
   try:
     info = json.loads((path / INFO).read_bytes())
     told = {k: info[k] for k in HFTokenizer.TOLD if k in info}
-    tokenizer = _read(kinds[info["kind"]], path / info["model"], told)
+    kind = kinds[info["kind"]]
+    # The name in the file might lead out of the folder.
+    tokenizer = _read(kind, path / kind.model_name, told)
     intact = tokenizer.fingerprint == info["fingerprint"]
-  except (OSError, ValueError, LookupError, TypeError) as error:
+  except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
     raise UserError(_damaged(path)) from error
   if not intact:
     raise UserError(_damaged(path))

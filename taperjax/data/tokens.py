@@ -142,20 +142,25 @@ def open_tokens(
   try:
     meta = json.loads(meta_path.read_bytes())
     size = path.stat().st_size
-    dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]])
     if meta["format"] != FORMAT:
-      return None, f"its format is {meta['format']}, not {FORMAT}"
+      return None, f"its format is {meta['format']!r}, not {FORMAT}"
+    if meta["dtype"] not in ("uint16", "uint32"):
+      return None, f"its ids are said to be {meta['dtype']!r}"
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
     if size != meta["num_tokens"] * dtype.itemsize:
       return None, f"the file has {size} bytes, another size than recorded"
     if files.sha256_of_files([path]) != meta["tokens_sha256"]:
       return None, "the file was changed since it was written (sha256)"
     found = TokenFile(Stream(path, dtype), path, meta)
-    _ = found.hashes, meta["source_size"], meta["source_mtimes_ns"]  # are there
+    sums = found.hashes.values()
+    _ = meta["source_size"], meta["source_mtimes_ns"]  # are there
+    if not all(isinstance(told, str) for told in sums):
+      return None, f"{meta_path.name} is damaged"
   except FileNotFoundError as error:
     missing = pathlib.Path(error.filename)
     other = path if missing == meta_path else meta_path
     return None, f"{missing.name} is missing" if other.exists() else None
-  except (OSError, ValueError, LookupError, TypeError):
+  except (OSError, ValueError, LookupError, TypeError, RecursionError):
     return None, f"{meta_path.name} is damaged"
   return found, None
 

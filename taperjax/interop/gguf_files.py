@@ -78,7 +78,8 @@ def read(
   tensors = {}
   for name, tensor in found.items():
     try:
-      values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+      with np.errstate(all="ignore"):  # what is not finite is told below
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
       raise UserError(
         f"{path}: tensor {name} of type {tensor.tensor_type.name} cannot be "
@@ -128,7 +129,11 @@ def _open(gguf, path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
   if not path.is_file():
     raise UserError(f"{path} is not a file; give a GGUF file")
   try:
-    reader = Reader(path)
+    with np.errstate(over="ignore"):  # of offsets
+      reader = Reader(path)
+    # Else a small file could ask for any amount of memory.
+    if sum(tensor.n_bytes for tensor in reader.tensors) > len(reader.data):
+      raise ValueError("its tensors overlap")
     metadata = {
       name: field.contents()
       for name, field in reader.fields.items()
@@ -167,12 +172,13 @@ def _config(
     if key not in _KNOWN and value not in (0, False):
       raise refuse(f"llama.{key}", "is not supported")
 
-  def number(key: str, kind, default=None):
+  def number(key: str, kind, default=None, least=2**-126):
     value = fields.get(key, default)
-    low, high = (1, 2**31) if kind is int else (2**-126, 2**127)
+    low, high = (1, 2**31) if kind is int else (least, 2**127)
     if type(value) is not kind or not low <= value < high:
+      rule = "of 1 or more" if least == 1 else "above 0"
       raise refuse(
-        f"llama.{key}", f"must be one {kind.__name__} above 0 of 32 bits"
+        f"llama.{key}", f"must be one {kind.__name__} {rule} of 32 bits"
       )
     return value
 
@@ -194,14 +200,19 @@ def _config(
   context_len = llama.shorter_context(longest, context_len)
   if "token_embd.weight" not in found:
     raise UserError(f"{path} has no tensor token_embd.weight; fetch it again")
-  rows = int(found["token_embd.weight"].shape[-1])
+  if len(shape := found["token_embd.weight"].shape) != 2:
+    raise UserError(
+      f"{path}: tensor token_embd.weight has {len(shape)} dimensions in place "
+      "of 2; fetch it again"
+    )
+  rows = int(shape[-1])
   if fields.get("vocab_size", rows) != rows:
     raise refuse(
       "llama.vocab_size", f"is not the {rows} rows of token_embd.weight"
     )
   names = {"q": "attn_q", "k": "attn_k", "v": "attn_v"}
   biases = [b for b, name in names.items() if f"blk.0.{name}.bias" in found]
-  theta = number("rope.freq_base", float, 10_000.0)
+  theta = number("rope.freq_base", float, 10_000.0, least=1)
   return ModelConfig(
     num_layers=layers,
     embed_dim=width,
@@ -247,10 +258,10 @@ def _scaling(
     )
   linear = None
   if kind == "linear":
-    if type(factor) is not float or not 2**-126 <= factor < 2**127:
+    if type(factor) is not float or not 1 <= factor < 2**127:
       raise UserError(
-        f"{path}: llama.rope.scaling.factor={factor!r} must be a number above "
-        "0 that float32 holds; give another file"
+        f"{path}: llama.rope.scaling.factor={factor!r} must be a number of 1 "
+        "or more that float32 holds; give another file"
       )
     linear = RopeScaling("linear", factor) if factor != 1.0 else None
   if "rope_freqs.weight" not in found:
@@ -258,10 +269,13 @@ def _scaling(
   # Llama 3.1 and later: what each frequency is divided by. The file does not
   # keep the rule, which has had these bounds in all released models.
   divisor_R = np.asarray(found["rope_freqs.weight"].data)
-  scaling = RopeScaling("llama3", float(np.max(divisor_R)))
-  want_R = _divisors(theta, head_dim, scaling)
-  same = divisor_R.shape == want_R.shape and divisor_R.dtype == np.float32
-  if linear or not same or not np.allclose(divisor_R, want_R, rtol=2e-6):
+  sound = linear is None and divisor_R.dtype == np.float32
+  sound = sound and divisor_R.shape == (head_dim // 2,)
+  if sound:
+    scaling = RopeScaling("llama3", float(np.max(divisor_R)))
+    want_R = _divisors(theta, head_dim, scaling)
+    sound = scaling.factor >= 1 and np.allclose(divisor_R, want_R, rtol=2e-6)
+  if not sound:
     raise UserError(
       f"{path}: tensor rope_freqs.weight is not the llama3 scaling with bounds "
       "1 and 4 and original context 8192; give a file of a model without it"

@@ -6,6 +6,7 @@ each architecture. Pickles are never opened.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
@@ -95,22 +96,31 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """The object of a JSON file.
 
   Raises:
-    UserError: no such file, or no JSON object in it.
+    UserError: no such file, or no JSON object in it; a name given twice.
   """
   check_regular(path)
   try:
-    value = json.loads(path.read_bytes())
+    value = json.loads(path.read_bytes(), object_pairs_hook=_once)
   except OSError as error:
     raise UserError(
       f"{path} cannot be read ({error.strerror}); give a folder with it"
     ) from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(
       f"{path} is no JSON ({error}); fetch the file again"
     ) from error
   if not isinstance(value, dict):
     raise UserError(f"{path} holds no JSON object; fetch the file again")
   return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """An object of JSON; readers differ in which of two equal names counts."""
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    [(twice, _)] = collections.Counter(n for n, _ in pairs).most_common(1)
+    raise ValueError(f"{twice!r} is there twice")
+  return found
 
 
 def check_regular(path: pathlib.Path) -> None:
@@ -164,17 +174,24 @@ def whole(fields: Mapping[str, Any], name: str) -> int:
 
 
 def number(
-  fields: Mapping[str, Any], name: str, default: float | None = None
+  fields: Mapping[str, Any],
+  name: str,
+  default: float | None = None,
+  least: float = 0.0,
 ) -> float:
   """A number in config.json that float32 holds.
 
   Raises:
-    UserError: it is missing without a default, or none.
+    UserError: it is missing without a default, or none, or below `least`.
   """
   value = fields.get(name, default)
-  if type(value) not in (int, float) or not 2**-126 <= value < 2**127:
+  if (
+    type(value) not in (int, float)
+    or not max(least, 2**-126) <= value < 2**127
+  ):
+    rule = f"of {least:g} or more" if least else "above 0"
     raise UserError(
-      f"{name}={value!r} in config.json must be a finite number above 0 that "
+      f"{name}={value!r} in config.json must be a finite number {rule} that "
       "float32 holds; mend config.json"
     )
   return float(value)
@@ -212,7 +229,7 @@ def _shards(folder: pathlib.Path) -> dict[str, set[str] | None]:
         f"{index}: tensor {tensor!r} is said to lie in {name!r}, which is no "
         "safetensors file; convert the weights to safetensors"
       )
-    if not (folder / name).is_file():
+    if not os.path.isfile(folder / name):  # a name too long for one is none
       raise UserError(
         f"{index}: {name!r} does not exist in {folder}; fetch that file"
       )

@@ -254,7 +254,10 @@ def _check_window(
   default = {"sliding_window": 4_096} if kind == "mistral" else {}
   hf_config = default | dict(hf_config)
   types = hf_config.get("layer_types")
-  if kind != "qwen2" and types and set(map(str, types)) != {"full_attention"}:
+  known = types is None or isinstance(types, list)
+  if known and types and kind != "qwen2":
+    known = set(map(str, types)) == {"full_attention"}
+  if not known:
     raise UserError(
       f"layer_types={types!r} is not understood with model_type={kind!r}; only "
       "full_attention is"
@@ -265,7 +268,7 @@ def _check_window(
   if kind == "qwen2":
     first = hf_config.get("max_window_layers", 0)  # the layers before see all
     slides = type(first) is not int or first < layers
-    if isinstance(types, list):
+    if types is not None:
       slides = "sliding_attention" in types
     if not (_flag(hf_config, "use_sliding_window") and slides):
       return
@@ -301,7 +304,7 @@ def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       groups[key] = group
   sources = [hf_config, *groups.values()]
   thetas = {
-    hf_files.number(fields, "rope_theta")
+    hf_files.number(fields, "rope_theta", least=1)
     for fields in sources
     if fields.get("rope_theta") is not None
   }
@@ -355,7 +358,7 @@ def _scaling(key: str, group: Mapping[str, Any]) -> RopeScaling | None:
       )
   if kind == "default":
     return None
-  factor = hf_files.number(group, "factor")
+  factor = hf_files.number(group, "factor", least=1)
   if kind == "linear":
     return RopeScaling("linear", factor)
   low = hf_files.number(group, "low_freq_factor")

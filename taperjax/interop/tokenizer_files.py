@@ -21,6 +21,7 @@ from taperjax.data.tokenizer import (
   HFTokenizer,
   SentencePieceTokenizer,
   Tokenizer,
+  library_errors,
 )
 from taperjax.errors import UserError
 from taperjax.interop import hf_files
@@ -36,6 +37,9 @@ _KINDS = {
   BYTE: "byte",
 }
 _END = "<|endoftext|>"
+# Merges of a piece grow with its square: a short file could ask for any amount
+# of memory. SentencePiece makes pieces of up to 16 characters unless told.
+_LONGEST_PIECE = 256
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _BYTE_LEVEL = {
   "type": "ByteLevel",
@@ -153,6 +157,13 @@ def _scored(
       f"tokenizer={path} has no piece {missing[0]}, so some texts have no ids; "
       "only tokenizers with byte fallback can be used"
     )
+  long = [piece for piece in pieces if len(piece) > _LONGEST_PIECE]
+  if long:
+    raise UserError(
+      f"tokenizer={path} has a piece of {len(long[0]):,} characters, "
+      f"{long[0][:20]!r}...; up to {_LONGEST_PIECE} can be used: give another "
+      "file"
+    )
   if not all(map(math.isfinite, scores)):
     raise UserError(
       f"tokenizer={path} has a score that is not finite, so the order of its "
@@ -256,13 +267,14 @@ def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
     return None
   definition = path.read_bytes()
   model = HFTokenizer(definition, path, {"eos_id": 0, "bos_id": None})._model
+  vocab = model.get_vocab(with_added_tokens=True)
   names = _read_json(folder / "tokenizer_config.json")
   told = {}
   for end in ("bos", "eos"):
     token = names.get(f"{end}_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None:
-      told[f"{end}_id"] = model.token_to_id(str(token))
+      told[f"{end}_id"] = vocab.get(str(token))
       if told[f"{end}_id"] is None:
         raise UserError(
           f"{folder / 'tokenizer_config.json'}: {end}_token={token!r} is not "
@@ -279,7 +291,9 @@ def from_hf_folder(folder: str | os.PathLike) -> HFTokenizer | None:
         told[f"{end}_id"] = token
         break
   found = HFTokenizer(definition, path, told)
-  ids, plain = model.encode("a", add_special_tokens=True).ids, found.encode("a")
+  with library_errors(path):
+    ids = model.encode("a", add_special_tokens=True).ids
+  plain = found.encode("a")
   if ids == plain:
     return found
   if ids == [found.bos_id, *plain]:
