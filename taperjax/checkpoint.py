@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 _KEEP_LATEST = 2  # one alone would leave nothing to fall back to
 _RESERVE = 1.2  # free space wanted, in sizes of the state
 _MB = 1_000_000
-# Bytes of an array for one in the files, at most: zeros are stored as nothing.
+# Bytes of all arrays for one in the files, at most, however well they compress.
 _COMPRESSION = 1_000
 
 
@@ -340,7 +340,8 @@ class Checkpoints:
       math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in entries
     )
     folder = self.folder / str(step)
-    there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    with self._damage(step, "its files cannot be read"):
+      there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     if size > _COMPRESSION * there:
       raise self._damaged(
         step, f"its arrays are said to have {size:,} bytes, its files {there:,}"

@@ -81,15 +81,14 @@ def ends_alone() -> Iterator[None]:
   except BaseException as error:
     import jax
 
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
       raise
-    code = 1
-    if isinstance(error, SystemExit):
-      code = error.code
-    else:
-      traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    with contextlib.suppress(OSError, ValueError):  # a closed stream
+      if not isinstance(error, SystemExit):
+        traceback.print_exc()
+      sys.stdout.flush()
+      sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
@@ -912,7 +911,7 @@ def _bench_train(args: argparse.Namespace) -> dict[str, Any]:
   names = _chosen(args, "forms", bench.FORMS)
   fields = load_config(args.config)
   _set_fields(fields, args.config, args.fields)
-  forms = bench.make_forms(fields, names)
+  forms = bench.make_forms(fields, names, _whole_config)
   out = _bench_folder(args)
   with metrics.Progress(args.repeats + 1, 0) as progress:
     found = bench.run(forms, repeats=args.repeats, progress=progress.update)
@@ -1253,6 +1252,8 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
   _set_fields(config, args.config, args.fields)
   if args.mesh is not None:
     config.mesh.update(_mesh(args.mesh, config.mesh.keys()))
+  if config.init.checkpoint is not None:  # reading it starts jax
+    planning.virtual_devices(math.prod(config.mesh.values()))
   found = {"config": args.config, **planning.plan(
     _whole_config(config), args.device
   )}

@@ -47,7 +47,6 @@ _POSITIVE = {
   "model.num_heads": 4,
   "model.num_kv_heads": 4,
   "model.head_dim": 16,
-  "model.rotary_dim": 16,
   "model.mlp_dim": 176,
   "model.norm_eps": 1e-6,
   "model.rope_theta": 10_000.0,
@@ -67,8 +66,8 @@ _POSITIVE = {
   "mesh.fsdp": 1,
   "mesh.tensor": 1,
 }
-# The least and the most that other numbers may be. Beyond them float32 leaves
-# something of a step 0, infinite or 0 / 0.
+# The least and the most that numbers of a new run may be, [U], ours: within
+# them float32 makes nothing of a step 0, infinite or 0 / 0.
 _LEAST = {
   "optimizer.eps": 1e-16,  # else it divides by what underflowed
   "taper.ema_rate": 1e-6,
@@ -86,6 +85,7 @@ _MOST = {
 }
 # The same for fields with other rules.
 _EXAMPLES = _POSITIVE | {
+  "model.rotary_dim": 16,
   "taper.start": 0.05,
   "taper.end": 1.0,
   "taper.ema_rate": 0.1,
@@ -380,7 +380,9 @@ def model_from_dict(fields: Mapping[str, Any]) -> ModelConfig:
   _check_saved_model(model)
   for name in ("vocab_size", "context_len"):
     if (value := getattr(model, name)) < 1:
-      raise UserError(f"model.{name}={value} must be above 0")
+      raise UserError(
+        f"model.{name}={value} must be above 0; fetch the model again"
+      )
   return model
 
 
@@ -391,7 +393,7 @@ def config_from_dict(fields: Mapping[str, Any]) -> Config:
     UserError: it was not saved by taperjax, or not whole.
   """
   config = _build(Config, fields, "")
-  _check(config)
+  _check(config)  # without the limits, which may be younger than the run
   _check_saved_model(config.model)
   return config
 
@@ -473,6 +475,7 @@ def parse(
       fields[group] = {**fields[group], "every": every}
   config = _build(Config, fields, "")
   _check(config)
+  _check_limits(config)
   if config.taper.sites is not None:
     model = config.model.with_modes(_modes(config))
     config = dataclasses.replace(config, model=model)
@@ -780,6 +783,8 @@ def _check_numbers(tree: Any, prefix: str = "") -> None:
 def _check_limits(config: Config) -> None:
   """`_LEAST` and `_MOST`, after the rules that say more."""
   for name, value in _numbers(config, ""):
+    if name == "model.init_std" and config.init.checkpoint is not None:
+      continue  # it is the model's, and draws nothing
     low, high = _LEAST.get(name, -math.inf), _MOST.get(name, math.inf)
     if not low <= value <= high:
       rule = f"at least {low:g}" if value < low else f"at most {high:g}"
@@ -792,7 +797,7 @@ def _check_limits(config: Config) -> None:
 def _check(config: Config) -> None:
   """Rules that involve values; each message is one line."""
   model, taper, opt = config.model, config.taper, config.optimizer
-  _check_numbers(config.data, "data.")  # before what follows from it
+  _check_numbers(config.data, "data.")  # model.vocab_size comes from there
   _check_numbers(config)
   for name, value in (
     ("optimizer.weight_decay", opt.weight_decay),
@@ -871,7 +876,6 @@ def _check(config: Config) -> None:
   _check_lora(config)
   _check_fakeln(config)
   _check_mesh(config)
-  _check_limits(config)
   if not config.tapers:
     return
   if taper.end <= taper.start:
@@ -932,7 +936,8 @@ def _check_model(model: ModelConfig) -> None:
       f"model.num_kv_heads={model.num_kv_heads} does not divide "
       f"model.num_heads={model.num_heads}; use a divisor of it"
     )
-  if model.positions == "rope" and (
+  rope = model.positions == "rope"
+  if model.rotary_dim < 0 or rope and (
     model.rotary_dim % 2 or not 0 < model.rotary_dim <= model.head_dim
   ):
     near = max(2, min(model.rotary_dim, model.head_dim) // 2 * 2)
@@ -972,8 +977,8 @@ def _check_saved_model(model: ModelConfig) -> None:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.factor < 1 or scaling.original_context < 1 or not 0 < low < high:
       raise UserError(
-        f"model.rope_scaling={scaling} is no stretching of the context; fetch "
-        "the model again"
+        f"model.rope_scaling={scaling} must have a factor and a context of 1 "
+        "or more and 0 < low_freq_factor < high_freq_factor; fetch it again"
       )
 
 

@@ -65,7 +65,8 @@ def work(text: str) -> Work:
     text: optimized HLO of a partitioned program.
 
   Raises:
-    ValueError: a loop whose length is not known.
+    ValueError: a loop whose length is not known, a conditional, or an exchange
+      that only starts.
   """
   programs, total = computations(text), Work()
 
@@ -82,6 +83,8 @@ def work(text: str) -> Work:
         if trips is None:
           raise ValueError(f"a loop of unknown length: {line}")
         run(_called("body", rest), times * int(trips[1]))
+      elif opcode == "conditional" or opcode.removesuffix("-start") in _SENT:
+        raise ValueError(f"{opcode} is not counted: {line}")
       elif opcode in ("fusion", "call"):
         run(_called("calls" if opcode == "fusion" else "to_apply", rest), times)
 

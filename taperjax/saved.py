@@ -115,6 +115,11 @@ def load(
   step, tree, meta = checkpoint.load_arrays(folder, step)
   where = f"checkpoint {folder / str(step)}"
   _check_meta(meta, where)
+  for name in ("params", "taper"):
+    if not isinstance(tree[name], dict):
+      raise UserError(
+        f"{where}: {name} must be a tree of arrays, not one; fetch it again"
+      )
   tree, meta = _of_seed(tree, meta, seed, path)
   params, c = tree["params"], tree["taper"].get("c")
   model_config = config_lib.model_from_dict(meta["model"])
@@ -140,7 +145,7 @@ def load(
 
 def _check_meta(meta: dict[str, Any], where: str) -> None:
   """Raises unless all that is read from it has its kind."""
-  many = "diverged" in meta
+  many, run = "diverged" in meta, "config" in meta
   kinds = {
     "model": dict,
     "gate": (int, float),
@@ -149,21 +154,33 @@ def _check_meta(meta: dict[str, Any], where: str) -> None:
     "source": dict,
     "valid_tokens": str,
     "diverged": list,
+    "config": dict,
   }
   for name, kind in kinds.items():
-    needed = name in ("model", "gate", "seed")
-    if (needed or name in meta) and not isinstance(meta.get(name), kind):
-      raise UserError(
-        f"{where}: {name}={meta.get(name)!r} in its meta is none that taperjax "
-        "writes; fetch it again"
-      )
-  if not 0 <= meta["gate"] <= 1 or many and (
-    len(meta["seed"]) != len(meta["diverged"])
-  ):
-    raise UserError(
-      f"{where}: gate={meta['gate']!r} or the seeds {meta['seed']!r} in its "
-      "meta are none that taperjax writes; fetch it again"
+    needed = name in ("model", "gate", "seed") or run and name in (
+      "data_hashes", "valid_tokens"
     )
+    if (needed or name in meta) and not isinstance(meta.get(name), kind):
+      told = "a number" if name == "gate" else kind.__name__
+      raise UserError(
+        f"{where}: {name}={meta.get(name)!r} in its meta must be {told}; fetch "
+        "it again"
+      )
+  if not 0 <= meta["gate"] <= 1:
+    raise UserError(
+      f"{where}: gate={meta['gate']!r} must be from 0 to 1; fetch it again"
+    )
+  if many and len(meta["seed"]) != len(meta["diverged"]):
+    raise UserError(
+      f"{where}: seed={meta['seed']!r} and diverged={meta['diverged']!r} must "
+      "be of one length; fetch it again"
+    )
+  if run:
+    config_lib.config_from_dict(meta["config"])
+    if "valid" not in meta["data_hashes"]:
+      raise UserError(
+        f"{where}: data_hashes in its meta must name valid; fetch it again"
+      )
 
 
 def _check_arrays(
@@ -435,7 +452,7 @@ def site_factors(
   ]
 
 
-def valid_tokens(model: Model) -> np.ndarray:
+def valid_tokens(model: Model) -> tokens.Stream:
   """Validation ids of the run that a checkpoint belongs to, the very same.
 
   Raises:

@@ -143,12 +143,13 @@ def peers() -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
-    text = str(error).splitlines()[0]
+    text = next(iter(str(error).splitlines()), type(error).__name__)
     if jax.process_count() == 1 or not any(x in text.lower() for x in _GONE):
       raise
     raise UserError(
-      f"another process of this run is gone ({text}), and its own message says "
-      "why; start all of them again: the run goes on from its newest checkpoint"
+      f"another process of this run seems to be gone ({text}), and its own "
+      "message says why; start all of them again: the run goes on from its "
+      "newest checkpoint"
     ) from error
 
 
@@ -347,9 +348,11 @@ def lead(function: Callable[[], Any]) -> Any:
       result = function()
     except BaseException as caught:
       error = caught
-  ok = multihost_utils.broadcast_one_to_all(np.int32(error is None))
-  if error is not None:
-    raise error
+  try:
+    ok = multihost_utils.broadcast_one_to_all(np.int32(error is None))
+  finally:
+    if error is not None:
+      raise error
   if not ok:
     raise UserError("process 0 has stopped; its own message says why")
   return result

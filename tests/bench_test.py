@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ml_collections import config_dict
 
-from taperjax import api, packing
+from taperjax import api, config as config_lib, gate, packing
 from taperjax.bench import decode as bench, roofline, stats, train
 from taperjax.errors import UserError
 from tests import folding_test, runs
@@ -238,17 +238,33 @@ def test_a_tiny_bench_of_training_through_the_command_line(run, tmp_path):
   assert max(map(len, text.splitlines())) <= 80
 
 
+def read(fields):
+  return config_lib.parse(fields).with_vocab(257)
+
+
+def test_the_baseline_has_no_sites_and_the_fields_stay_as_they_were():
+  """Its norms do not taper, so none of them can be named."""
+  sites = ("attn_norm",)
+  fields = config_dict.ConfigDict(runs.fields(taper__sites=sites))
+  forms = train.make_forms(fields, train.FORMS, read)
+  assert forms["taper"].taper.sites == sites
+  assert forms["baseline"].taper.sites is None
+  assert (fields.variant, fields.taper.sites) == ("all_aux", sites)
+
+
 def test_steps_are_timed_in_their_phase():
   """The gate of a timed taper step lies between, and c is not zero."""
   fields = config_dict.ConfigDict(runs.fields(variant="all_aux"))
-  forms = train.make_forms(fields, train.FORMS)
+  forms = train.make_forms(fields, train.FORMS, read)
   assert forms["baseline"].variant == "baseline"
   for name, (low, high) in {
     "norm": (1, 1), "taper": (0.01, 0.99), "scale": (0, 0)
   }.items():
     timer = train.Timer(forms[name], name)
-    timer.seconds()
-    assert low <= float(timer.state.gate) <= high
+    for _ in range(3):  # time goes on, the step does not
+      timer.seconds()
+      assert gate.phase(int(timer.state.step), forms[name].taper_steps) == name
+      assert low <= float(timer.state.gate) <= high
     leaves = jax.tree.leaves(timer.state.params)
     assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
 
@@ -264,7 +280,7 @@ def test_steps_are_timed_in_their_phase():
 def test_runs_without_phases_are_not_timed(changes, message):
   fields = config_dict.ConfigDict(runs.fields(**changes))
   with pytest.raises(UserError, match=re.escape(message)):
-    train.make_forms(fields, train.FORMS)
+    train.make_forms(fields, train.FORMS, read)
 
 
 MISTAKES = [

@@ -546,7 +546,7 @@ def test_numbers_that_float32_would_lose_are_refused(name, value, rule):
     ({"internal_norm": "mixed"}, r"model.internal_modes=\(\) does not name"),
     (
       {"rope_scaling": {"kind": "linear", "factor": 0.0}},
-      "is no stretching of the context",
+      "must have a factor and a context of 1 or more",
     ),
   ],
 )

@@ -95,10 +95,21 @@ def rewritten(tapered, folder, change):
 @pytest.mark.parametrize(
   "change, match",
   [
-    (lambda t, m: m.pop("model"), "model=None in its meta is none that"),
-    (lambda t, m: m.update(gate="x"), "gate='x' in its meta is none that"),
-    (lambda t, m: m.update(gate=2), "gate=2 or the seeds 0 in its meta"),
-    (lambda t, m: m.update(diverged=[0]), "seed=0 in its meta is none that"),
+    (lambda t, m: m.pop("model"), "model=None in its meta must be dict; fet"),
+    (lambda t, m: m.update(gate="x"), "gate='x' in its meta must be a number"),
+    (lambda t, m: m.update(gate=2), "gate=2 must be from 0 to 1; fetch it ag"),
+    (lambda t, m: m.update(diverged=[0]), "seed=0 in its meta must be list"),
+    (
+      lambda t, m: m.update(diverged=[0], seed=[0, 1]),
+      r"seed=\[0, 1\] and diverged=\[0\] must be of one length",
+    ),
+    (lambda t, m: m.pop("valid_tokens"), "valid_tokens=None in its meta must"),
+    (lambda t, m: m["data_hashes"].pop("valid"), "data_hashes in its meta mus"),
+    (lambda t, m: m["config"].pop("eval"), "eval is missing"),
+    (
+      lambda t, m: t.update(taper=np.zeros(3, np.float32)),
+      "taper must be a tree of arrays, not one; fetch it again",
+    ),
     (lambda t, m: m["model"].update(mlp="x"), "model.mlp='x' is not one of"),
     (
       lambda t, m: m["model"].update(num_layers=10**6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from taperjax import (
-  config as config_lib,
   gate as gate_lib,
+  sharding,
   state as state_lib,
   step as step_lib,
 )
@@ -27,18 +28,21 @@ _PHASES = {
 FORMS = tuple(_PHASES)
 
 
-def make_forms(fields: Any, names: Sequence[str]) -> dict[str, Config]:
-  """The configuration behind each form, with its vocabulary.
+def make_forms(
+  fields: Any, names: Sequence[str], read: Callable[[Any], Config]
+) -> dict[str, Config]:
+  """The configuration behind each form.
 
   Args:
-    fields: ConfigDict of a variant with a taper.
+    fields: ConfigDict of a variant with a taper; it is left as it is.
     names: of `FORMS`. `baseline` is that variant, the others are phases of the
       one in `fields`.
+    read: makes a Config of fields, its vocabulary known.
 
   Raises:
     UserError: the variant has no phases, or several seeds are given.
   """
-  config = _parse(fields)
+  config = read(copy.deepcopy(fields))
   if config.taper_steps is None:
     raise UserError(
       f"variant={config.variant} has no taper, and so no phases to time; use "
@@ -48,51 +52,59 @@ def make_forms(fields: Any, names: Sequence[str]) -> dict[str, Config]:
     raise UserError(
       f"seeds={config.seeds} make one step of several models; give one seed"
     )
-  fields.variant = "baseline"
-  baseline = _parse(fields)
+  fields = copy.deepcopy(fields)
+  fields.variant, fields.taper.sites = "baseline", None
+  baseline = read(fields)
   return {name: baseline if name == "baseline" else config for name in names}
 
 
-def _parse(fields: Any) -> Config:
-  """With the vocabulary of bytes where no tokenizer is to be trained."""
-  config = config_lib.parse(fields)
-  if config.init.checkpoint is not None:
-    raise UserError(
-      f"init.checkpoint={config.init.checkpoint} is not read here; give a "
-      "config that starts afresh"
-    )
-  return config.with_vocab(config.data.vocab_size or 257)
-
-
 class Timer:
-  """A compiled step with a state of its own, in the middle of its phase."""
+  """A compiled step with a state of its own, in the middle of its phase.
+
+  The weights are random, also where the run would start from a checkpoint.
+  """
 
   def __init__(self, config: Config, form: str):
+    phase, mesh = _PHASES[form], sharding.make_mesh(config.mesh)
     shape = (config.batch_size, config.context_len)
     rng = np.random.default_rng(0)
     vocab_size = config.model.vocab_size
     tokens = rng.integers(0, vocab_size, (shape[0], shape[1] + 1), np.int32)
-    self.batch = jax.device_put((tokens, np.ones(shape, np.float32)))
-    state = state_lib.start(config)
-    if form in ("taper", "scale"):  # as if calibrated
-      steps = config.taper_steps
+    self.batch = (tokens, np.ones(shape, np.float32))
+    if mesh is None:
+      self.batch = jax.device_put(self.batch)
+    else:
+      rows = sharding.batch_sharding(mesh)
+      self.batch = tuple(sharding.place(x, rows) for x in self.batch)
+    state = state_lib.start(config, mesh=mesh)
+    self.at = 0
+    if (steps := config.taper_steps) is not None:
+      first, last = {
+        gate_lib.NORM: (0, steps.start),
+        gate_lib.TAPER: (steps.start, steps.end),
+        gate_lib.SCALE: (steps.end, config.steps),
+      }[phase]
+      self.at = (first + last) // 2
+    if phase != gate_lib.NORM:  # as if calibrated
       taper = state.taper.replace(
         c=jnp.full_like(state.taper.c, 1 / config.model.init_std),
-        scale_target=jnp.float32(config.model.init_std),
+        scale_target=jnp.full_like(
+          state.taper.scale_target, config.model.init_std
+        ),
       )
-      state = state.replace(
-        taper=taper, step=jnp.int32((steps.start + steps.end) // 2)
-      )
+      state = state.replace(taper=taper)
     begin = time.perf_counter()
-    step = step_lib.make_train_step(config, _PHASES[form])
+    step = step_lib.make_train_step(config, phase, mesh)
     self.step = step.lower(state, *self.batch).compile()
     self.compile_s = time.perf_counter() - begin
     self.state = state
 
   def seconds(self) -> float:
     """Of one step, to the end of all it computes."""
+    step = jnp.full_like(self.state.step, self.at)
+    state = jax.block_until_ready(self.state.replace(step=step))
     begin = time.perf_counter()
-    self.state, metrics = self.step(self.state, *self.batch)
+    self.state, metrics = self.step(state, *self.batch)
     jax.block_until_ready((self.state, metrics))
     return time.perf_counter() - begin
 

@@ -286,20 +286,22 @@ class HFTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _no_stderr() -> Iterator[None]:
-  """Drops what is written to file descriptor 2, as the library's panics are."""
+  """Drops what is written to file descriptor 2, as the library's panics are.
+
+  Of the whole process, for the moment that a tokenizer.json takes to open.
+  """
   try:
     kept = os.dup(2)
   except OSError:  # there is none
     yield
     return
-  null = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(null, 2)
   try:
+    with open(os.devnull, "wb") as null:
+      os.dup2(null.fileno(), 2)
     yield
   finally:
     os.dup2(kept, 2)
     os.close(kept)
-    os.close(null)
 
 
 @contextlib.contextmanager
@@ -308,7 +310,7 @@ def library_errors(path: str | os.PathLike) -> Iterator[None]:
   try:
     with _no_stderr():
       yield
-  except (KeyboardInterrupt, SystemExit):
+  except (KeyboardInterrupt, SystemExit, MemoryError):
     raise
   except BaseException as error:  # a panic of the library is no Exception
     raise UserError(

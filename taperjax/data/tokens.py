@@ -24,7 +24,7 @@ BATCH_CHARS = 1 << 20  # text that is tokenized at a time
 
 
 class Stream:
-  """Ids in a file, read where a slice asks for them, as a 1-D array.
+  """Ids in a file, read where a slice asks for them; slices only, of step 1.
 
   A memory map would keep all pages that a window has touched (1 GB after 16,000
   windows of a large file), and kill the process where the file is cut short.
@@ -43,6 +43,8 @@ class Stream:
     return self._length
 
   def __getitem__(self, part: slice) -> np.ndarray:
+    if not isinstance(part, slice) or part.step not in (None, 1):
+      raise TypeError(f"{part} is no slice of step 1")
     start, stop, _ = part.indices(self._length)
     size = self.dtype.itemsize
     wanted = max(0, stop - start) * size
@@ -56,10 +58,13 @@ class Stream:
         )
       blocks.append(block)
       found += len(block)
-    return np.frombuffer(b"".join(blocks), self.dtype)
+    data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+    return np.frombuffer(data, self.dtype)
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
-    return np.array(self[:], dtype)
+    if copy is False:
+      raise ValueError("the ids lie in a file: an array of them is a copy")
+    return self[:].astype(dtype or self.dtype, copy=False)
 
 
 @dataclasses.dataclass(frozen=True)
