@@ -201,4 +201,5 @@ def test_the_remedy_is_for_the_largest_part(changes, temporary, remedy):
 ])
 def test_mistakes_are_one_line(fails, config, arguments, match):
   """Before anything is compiled."""
+  jax.devices()  # as if jax had been used before
   assert match in fails("plan", "--config", config, *arguments)
