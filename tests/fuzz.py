@@ -867,7 +867,7 @@ def load_tokens(folder: pathlib.Path, target: pathlib.Path) -> None:
   if found is None:  # a line, and they are made anew
     raise UserError(f"tokens: {reason}")
   assert found.tokens.dtype in ("uint16", "uint32")
-  assert int(found.tokens.sum(dtype=np.int64)) >= 0
+  assert int(found.tokens[:].sum(dtype=np.int64)) >= 0
   assert all(isinstance(v, str) for v in found.hashes.values())
 
 

@@ -12,7 +12,7 @@ import subprocess
 import jax
 import pytest
 
-from taperjax import checkpoint, loop, metrics, saved
+from taperjax import checkpoint, config as config_lib, loop, metrics, saved
 from taperjax.errors import UserError
 from tests import runs
 
@@ -259,8 +259,9 @@ def test_different_config_stops_with_every_difference(copy, root):
   assert sorted(workdir.rglob("*")) == before
 
 
-def test_overwrite_starts_afresh(copy, root):
+def test_overwrite_starts_afresh(copy, root, monkeypatch):
   """Nothing of the earlier run is left, and foreign files are kept."""
+  monkeypatch.delitem(config_lib._MOST, "optimizer.learning_rate")
   workdir = copy()
   (workdir / "notes.txt").write_text("mine")
   with pytest.raises(UserError, match="not finite"):

@@ -168,7 +168,10 @@ CASES = {
     "saved None, now 300; model.vocab_size: saved 257, now 300)",
   ),
   "NaN": (
-    [TINY, "--config.optimizer.learning_rate=1e18", "--config.log_every=1"],
+    [
+      "--config={configs}/unlimited.py", "--config.log_every=1",
+      "--config.optimizer.learning_rate=1e18",
+    ],
     "is not finite, training stops; there is no checkpoint yet in",
   ),
 }
@@ -188,6 +191,8 @@ def found(root, tmp_path_factory):
   files.mkdir()
   (configs / "tiny.py").write_text(runs.CONFIG_FILE)
   (configs / "broken.py").write_text("import not_there\n")
+  unlimited = "from taperjax import config\nconfig._MOST.clear()\n"
+  (configs / "unlimited.py").write_text(runs.CONFIG_FILE + unlimited)
   for name, change in (("misspelt", "stepps=3"), ("untyped", "steps='ten'")):
     text = runs.CONFIG_FILE.replace("variant=variant", change)
     (configs / f"{name}.py").write_text(text)
