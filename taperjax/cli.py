@@ -263,11 +263,14 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
 
+  def output(sub):
+    sub.add_argument("--json", action="store_true", help="print a JSON object")
+    sub.add_argument("--debug", action="store_true", help="show tracebacks")
+
   def measured(sub, written):
     sub.add_argument("--repeats", type=int, default=20, help="rounds; 20")
     sub.add_argument("--out", help=f"folder for {written}")
-    sub.add_argument("--json", action="store_true", help="print a JSON object")
-    sub.add_argument("--debug", action="store_true", help="show tracebacks")
+    output(sub)
 
   def step(sub, seed="--seed"):
     sub.add_argument(
@@ -289,8 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(run=run)
     sub.add_argument("model", help=model_help)
     step(sub, **options)
-    sub.add_argument("--json", action="store_true", help="print a JSON object")
-    sub.add_argument("--debug", action="store_true", help="show tracebacks")
+    output(sub)
     return sub
 
   where = "workdir, folder of checkpoints, or one step in it"
@@ -406,8 +408,7 @@ def _parser() -> argparse.ArgumentParser:
     action=argparse.BooleanOptionalAction,
     help="all seeds of a variant in one program; default but on a CPU",
   )
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  output(sub)
 
   text = "Memory, work and time of a run on devices that are not here."
   sub = commands.add_parser(
@@ -424,8 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     help="data=64,fsdp=8; default the config's",
   )
   sub.add_argument("--device", default="h100", help="default h100")
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  output(sub)
 
   text = "Speed, measured in turn: of decoding, or of a training step."
   sub = commands.add_parser("bench", help=text, description=text)
@@ -486,8 +486,7 @@ def _parser() -> argparse.ArgumentParser:
     action="store_true",
     help="every format of every MODEL, and a table of their errors",
   )
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  output(sub)
 
   text = "Import a model of another program."
   sub = commands.add_parser("import", help=text, description=text)
@@ -509,8 +508,7 @@ def _parser() -> argparse.ArgumentParser:
     metavar="X",
     help="added to every norm's gain; 1 for files that store them as (1 + w)",
   )
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  output(sub)
 
   text = "A page, figures and tables of runs, finished or not."
   sub = commands.add_parser("report", help=text, description=text)
@@ -522,8 +520,7 @@ def _parser() -> argparse.ArgumentParser:
     metavar="FOLDER",
     help="a new or empty folder, or an earlier report, which is replaced",
   )
-  sub.add_argument("--json", action="store_true", help="print a JSON object")
-  sub.add_argument("--debug", action="store_true", help="show tracebacks")
+  output(sub)
   return parser
 
 
