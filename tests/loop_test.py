@@ -537,18 +537,7 @@ def test_a_gate_0_loss_that_is_not_finite_in_the_taper_does_not_stop_a_run(
 
 
 def _with_bad_steps(monkeypatch, bad):
-  """Every weight of these steps is NaN, and so is all that comes of them."""
-  make_train_step = loop.step_lib.make_train_step
-
-  def broken(*args):
-    step = make_train_step(*args)
-
-    def call(state, tokens, mask):
-      worse = math.nan if int(state.step) + 1 in bad else 1.0
-      return step(state, tokens, mask * worse)
-
-    return call
-
+  broken = runs.with_bad_steps(bad)
   monkeypatch.setattr(loop.step_lib, "make_train_step", broken)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import os
 import pathlib
 import runpy
@@ -200,6 +201,24 @@ def assert_finite(folder: pathlib.Path) -> None:
   for step in checkpoint.Checkpoints(folder, read_only=True).steps():
     for name, array in state(folder, step)[1].items():
       assert np.all(np.isfinite(array)), f"step {step}: {name}"
+
+
+def with_bad_steps(bad: set[int]):
+  """`make_train_step` where every weight of these steps is NaN, and so is all
+  that comes of them.
+  """
+  make_train_step = loop.step_lib.make_train_step
+
+  def broken(*args):
+    step = make_train_step(*args)
+
+    def call(state, tokens, mask):
+      worse = math.nan if int(state.step) + 1 in bad else 1.0
+      return step(state, tokens, mask * worse)
+
+    return call
+
+  return broken
 
 
 def process(*arguments) -> subprocess.CompletedProcess:
