@@ -5,10 +5,12 @@ the cache is a position, and a query sees the slots up to its own, so prompts
 padded on the right need no mask: what padding wrote is overwritten before it
 is seen, and each row decodes as it would alone.
 
-Two compiled functions serve every call: `_start` fills the cache, `_extend`
-generates up to a step that is an argument. Both are cached by their static
-shapes (rows, P and M in multiples of 64), the configuration and the branch of
-the gate, so a second call of the same bucket compiles nothing.
+A call is one compiled program, `_whole`: `_start` fills the cache, `_extend`
+generates up to a step that is an argument; a stream calls the two apart. They
+are cached by their static shapes (rows, P and M in multiples of 64), the
+configuration and the branch of the gate, so a second call of the same bucket
+compiles nothing. A step reads the filled part of the cache and little more,
+see `_lengths`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
 BUCKET = 64  # prompt and cache lengths are rounded up to a multiple of it
+GROWTH = 1.5  # of what a step reads, at least; each length is compiled apart
 MIN_TEMPERATURE = 1e-6  # below, logits / temperature leaves float32
 
 
@@ -166,18 +169,21 @@ def _start(
   The last prompt token is fed again by the first step of `_extend`, which
   writes the same keys and values: so the prefill needs no logits at all.
   """
-  batch = tokens_BP.shape[0]
+  batch, padded = tokens_BP.shape
   _, aux = model.Transformer(config).apply(
     {"params": params},
     tokens_BP,
     gate=gate if fixed is None else fixed,
     c=c,
-    cache=model.init_cache(config, batch, size),
+    cache=model.init_cache(config, batch, padded),
     output="hidden",
   )
   last_B1 = (length_B - 1)[:, None]
   return _State(
-    cache=aux["cache"],
+    cache=jax.tree.map(
+      lambda x: jnp.pad(x, ((0, 0), (0, size - padded), (0, 0), (0, 0))),
+      aux["cache"],
+    ),
     token_B=jnp.take_along_axis(tokens_BP, last_B1, axis=1)[:, 0],
     position_B=length_B - 1,
     out_BM=jnp.zeros((batch, size), jnp.int32),
@@ -187,16 +193,32 @@ def _start(
   )
 
 
+def _lengths(padded: int, size: int) -> list[int]:
+  """Slots that the steps read, one length after another, up to `size`.
+
+  The first has room behind the padded prompt, and each is at least GROWTH times
+  the one before.
+  """
+  lengths = [min(padded + BUCKET, size)]
+  while lengths[-1] < size:
+    longer = _round_up(math.ceil(lengths[-1] * GROWTH))
+    lengths.append(min(longer, size))
+  return lengths
+
+
 @functools.partial(
-  jax.jit, static_argnames=("config", "fixed", "kind"), donate_argnums=0
+  jax.jit, static_argnames=("config", "fixed", "kind", "length"),
+  donate_argnums=0,
 )
 def _extend(
-  state: _State, params, gate, c, draw: _Draw, until, *, config, fixed, kind
+  state: _State, params, gate, c, draw: _Draw, until, *, config, fixed, kind,
+  length,
 ) -> _State:
-  """Generates until step `until`, or until every row has stopped.
+  """Generates until step `until`, a full `length`, or the end of every row.
 
-  params are packed, but of a FakeLN run; the loop then holds the cache in
-  another order, see `packing.enter`, and gives it back as it was.
+  The loop holds the first `length` slots of the cache alone. params are packed,
+  but of a FakeLN run; packed, these slots are in another order within, see
+  `packing.enter`.
   """
   gate = gate if fixed is None else fixed
   packed = packing.packs(config)
@@ -218,7 +240,8 @@ def _extend(
     return logits_B1V[:, 0], aux["cache"]
 
   def going(state):
-    return (state.count < until) & ~jnp.all(state.done_B)
+    room = jnp.max(state.position_B) < length
+    return room & (state.count < until) & ~jnp.all(state.done_B)
 
   def step(state):
     logits_BV, cache = logits_of(state)
@@ -244,12 +267,34 @@ def _extend(
       done_B=done_B,
     )
 
+  whole = state.cache
+  part = jax.tree.map(lambda x: x[:, :length], whole)
   if packed:
-    state = state.replace(cache=packing.enter(state.cache, state.position_B))
-  state = jax.lax.while_loop(going, step, state)
+    part = packing.enter(part, state.position_B)
+  state = jax.lax.while_loop(going, step, state.replace(cache=part))
+  part = state.cache
   if packed:
-    state = state.replace(cache=packing.leave(state.cache, state.position_B))
-  return state
+    part = packing.leave(part, state.position_B)
+  cache = jax.tree.map(lambda x, new: x.at[:, :length].set(new), whole, part)
+  return state.replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "fixed", "kind", "size"))
+def _whole(
+  params, packed, gate, c, tokens_BP, length_B, done_B, draw: _Draw, until, *,
+  config, fixed, kind, size,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Prefill and loop in one program; out_BM, kept_B and done_B of `_State`."""
+  state = _start(
+    params, gate, c, tokens_BP, length_B, done_B, config=config, fixed=fixed,
+    size=size,
+  )
+  for length in _lengths(tokens_BP.shape[1], size):
+    state = _extend(
+      state, packed, gate, c, draw, until, config=config, fixed=fixed,
+      kind=kind, length=length,
+    )
+  return state.out_BM, state.kept_B, state.done_B
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,24 +309,17 @@ class _Decoder:
   fixed: float | None  # gate when exactly 0 or 1: one branch is compiled
 
   def start(self, prompts, done, size) -> _State:
-    length = max(map(len, prompts))
-    padded = min(_round_up(length), size)
-    tokens_BP = np.zeros((len(prompts), padded), np.int32)
-    for row, prompt in enumerate(prompts):
-      tokens_BP[row, : len(prompt)] = prompt
     return _start(
       self.params,
       self.gate,
       self.c,
-      tokens_BP,
-      np.array([len(prompt) for prompt in prompts], np.int32),
-      np.array(done, bool),
+      *_padded(prompts, done, size),
       config=self.config,
       fixed=self.fixed,
       size=size,
     )
 
-  def extend(self, state, draw, until, kind) -> _State:
+  def extend(self, state, draw, until, kind, length) -> _State:
     return _extend(
       state,
       self.packed,
@@ -292,7 +330,37 @@ class _Decoder:
       config=self.config,
       fixed=self.fixed,
       kind=kind,
+      length=length,
     )
+
+  def whole(self, prompts, done, draw, steps, kind, size):
+    return _whole(
+      self.params,
+      self.packed,
+      self.gate,
+      self.c,
+      *_padded(prompts, done, size),
+      draw,
+      np.int32(steps),
+      config=self.config,
+      fixed=self.fixed,
+      kind=kind,
+      size=size,
+    )
+
+
+def _padded(prompts, done, size) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """tokens_BP, length_B and done_B."""
+  padded = _padded_length(prompts, size)
+  tokens_BP = np.zeros((len(prompts), padded), np.int32)
+  for row, prompt in enumerate(prompts):
+    tokens_BP[row, : len(prompt)] = prompt
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  return tokens_BP, lengths, np.array(done, bool)
+
+
+def _padded_length(prompts, size) -> int:
+  return min(_round_up(max(map(len, prompts))), size)
 
 
 def _round_up(length: int) -> int:
@@ -406,33 +474,42 @@ def _blocks(
       elif len(text) - starts[row] >= context:
         starts[row] = len(text) - context // 2
     parts = [text[start:] for text, start in zip(texts, starts, strict=True)]
-    longest = max(map(len, parts))
-    steps = min(left, context - longest)
-    state = decoder.start(
-      parts, done, min(_round_up(longest + steps), context)
-    )
+    steps = min(left, context - max(map(len, parts)))
     draw = _Draw(offset_B=np.array(starts, np.int32), **base)
     seen = 0
-    while seen < steps and not all(done):
-      until = min(steps, seen + (block or steps))
-      state = decoder.extend(state, draw, until, sampling.kind)
-      new, done = _fetch(state, seen)
+    for found in _results(decoder, parts, done, draw, steps, sampling, block):
+      out_BM, kept_B, done_B = jax.device_get(found)
+      new = [
+        ids[seen:kept].tolist()
+        for ids, kept in zip(out_BM, kept_B, strict=True)
+      ]
       for text, ids in zip(texts, new, strict=True):
         text += ids
-      seen = until
+      seen, done = seen + (block or steps), done_B.tolist()
       yield new
+      if all(done):
+        return
     left -= steps
 
 
-def _fetch(state: _State, seen: int) -> tuple[list[list[int]], list[bool]]:
-  """The tokens kept since step `seen`, and which rows have stopped."""
-  out_BM, kept_B, done_B = jax.device_get(
-    (state.out_BM, state.kept_B, state.done_B)
-  )
-  new = [
-    ids[seen:kept].tolist() for ids, kept in zip(out_BM, kept_B, strict=True)
-  ]
-  return new, done_B.tolist()
+def _results(
+  decoder, prompts, done, draw, steps, sampling, block
+) -> Iterator[tuple[jax.Array, jax.Array, jax.Array]]:
+  """out_BM, kept_B and done_B of `_State` after each block."""
+  longest = max(map(len, prompts))
+  size = min(_round_up(longest + steps), decoder.config.context_len)
+  if block is None:
+    yield decoder.whole(prompts, done, draw, steps, sampling.kind, size)
+    return
+  state = decoder.start(prompts, done, size)
+  lengths = _lengths(_padded_length(prompts, size), size)
+  for seen in range(0, steps, block):
+    until = min(steps, seen + block)
+    first, last = longest - 1 + seen, longest - 1 + until  # slots written
+    for begin, length in zip([0, *lengths], lengths, strict=False):
+      if first < length and begin < last:
+        state = decoder.extend(state, draw, until, sampling.kind, length)
+    yield state.out_BM, state.kept_B, state.done_B
 
 
 def generate(
@@ -553,10 +630,18 @@ class GreedyTimer:
   def prompt_len(self) -> int:
     return len(self.prompts[0])
 
+  @property
+  def _size(self) -> int:
+    slots = _round_up(self.prompt_len + self.new_tokens)
+    return min(slots, self.decoder.config.context_len)
+
+  @property
+  def _lengths(self) -> list[int]:
+    return _lengths(_padded_length(self.prompts, self._size), self._size)
+
   def _state(self) -> _State:
-    longest = _round_up(self.prompt_len + self.new_tokens)
-    size = min(longest, self.decoder.config.context_len)
-    return self.decoder.start(self.prompts, [False] * self.batch_size, size)
+    done = [False] * self.batch_size
+    return self.decoder.start(self.prompts, done, self._size)
 
   def _draw(self) -> _Draw:
     zeros_B = np.zeros((self.batch_size,), np.int32)
@@ -574,17 +659,28 @@ class GreedyTimer:
     """Of the loop over all new tokens, without the prefill."""
     state, draw = jax.block_until_ready(self._state()), self._draw()
     begin = time.perf_counter()
-    state = self.decoder.extend(state, draw, self.new_tokens, "greedy")
+    for length in self._lengths:
+      state = self.decoder.extend(
+        state, draw, self.new_tokens, "greedy", length
+      )
     jax.block_until_ready(state)
     return time.perf_counter() - begin
 
+  def ids(self) -> np.ndarray:
+    """The new tokens of all rows, (B, new_tokens); one compiled call."""
+    out_BM, *_ = self.decoder.whole(
+      self.prompts, [False] * self.batch_size, self._draw(), self.new_tokens,
+      "greedy", self._size,
+    )
+    return np.asarray(out_BM)[:, : self.new_tokens]
+
   def compiled_text(self) -> str:
-    """The optimized program of the loop, as HLO."""
+    """The optimized program of the last loop, as HLO."""
     decoder, state = self.decoder, jax.eval_shape(self._state)
     lowered = _extend.lower(
       state, decoder.packed, decoder.gate, decoder.c, self._draw(),
       np.int32(self.new_tokens), config=decoder.config, fixed=decoder.fixed,
-      kind="greedy",
+      kind="greedy", length=self._size,
     )
     return lowered.compile().as_text()
 

@@ -325,7 +325,7 @@ def test_the_loop_ends_when_every_row_has_stopped():
   state = decoder.start(PROMPTS[1:2], [False], CONTEXT)
   stop = whole[2]
   draw = greedy_draw(1, stop=stop)
-  state = decoder.extend(state, draw, 9, "greedy")
+  state = decoder.extend(state, draw, 9, "greedy", CONTEXT)
   assert int(state.count) == whole.index(stop) + 1 < 9
 
 
@@ -341,7 +341,7 @@ def test_the_cache_is_donated_from_block_to_block():
   params, config, c = tiny("rms")
   decoder = decode._prepare(params, config, 0.0, c)
   state = decoder.start(PROMPTS, [False] * 3, CONTEXT)
-  after = decoder.extend(state, greedy_draw(3), 2, "greedy")
+  after = decoder.extend(state, greedy_draw(3), 2, "greedy", CONTEXT)
   assert all(x.is_deleted() for x in jax.tree.leaves(state.cache))
   assert not any(x.is_deleted() for x in jax.tree.leaves(after))
   assert not any(x.is_deleted() for x in jax.tree.leaves(params))
@@ -376,13 +376,78 @@ def test_a_second_call_of_a_bucket_compiles_nothing():
       params, config, prompts, max_new=max_new, gate=gate, c=c,
       sampling=Sampling(heat, k, p), seed=seed, stop_ids=(stop,),
     )
-    return decode._start._cache_size(), decode._extend._cache_size()
+    return decode._whole._cache_size()
 
   first = run([[1, 2], [3]], 5, 0.5, 0.9, 3, 0.9, 0, 7)
   assert run([[4], [5] * 20], 30, 0.25, 1.4, 0, 0.5, 9, 8) == first
-  # A longer text needs a larger cache: one more of each.
-  longer = run([[1, 2], [3]], 90, 0.5, 0.9, 3, 0.9, 0, 7)
-  assert longer == (first[0] + 1, first[1] + 1)
+  # A longer text needs a larger cache: one more.
+  assert run([[1, 2], [3]], 90, 0.5, 0.9, 3, 0.9, 0, 7) == first + 1
+
+
+def test_what_a_step_reads_grows_with_the_text():
+  assert decode._lengths(64, 64) == [64]
+  assert decode._lengths(64, 512) == [128, 192, 320, 512]
+  assert decode._lengths(128, 250) == [192, 250]
+  params, config, c = tiny("rms")
+  config = config.replace(context_len=192)
+  decoder = decode._prepare(params, config, 0.0, c)
+  state = decoder.start(PROMPTS, [False] * 3, 192)
+  state = decoder.extend(state, greedy_draw(3), 130, "greedy", 128)
+  assert int(state.count) == 128 - 5 + 1  # the longest prompt has 5 tokens
+  state = decoder.extend(state, greedy_draw(3), 130, "greedy", 192)
+  assert int(state.count) == 130
+
+
+@functools.cache
+def long_text(family, kind):
+  """Prompts of unequal lengths continued through three lengths of the cache."""
+  make, gate = MODELS[kind]
+  params, config, c = make(family)
+  config = config.replace(context_len=LONG)
+  if config.positions == "learned":
+    rng = np.random.default_rng(0)
+    shape = (LONG, config.embed_dim)
+    table = jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+    params = {**params, "position_embed": {"embedding": table}}
+  found = decode.generate(params, config, PROMPTS, max_new=210, gate=gate, c=c)
+  return params, config, c, found
+
+
+LONG = 256  # slots: 128, then 192, then 256
+
+
+@pytest.mark.parametrize(
+  ("family", "kind"), [("rms", "gate 0"), ("layer", "folded")]
+)
+def test_a_text_that_outgrows_the_cache_is_the_argmax_of_a_full_pass(
+  family, kind
+):
+  params, config, c, found = long_text(family, kind)
+  *_, gate, c, fixed = arguments(family, kind)
+  params, config = model.unstack_layers(params, config)
+  for prompt, ids in zip(PROMPTS, found, strict=True):
+    assert len(ids) == 210
+    tokens_BL = np.zeros((1, LONG), np.int32)
+    text = prompt + ids
+    tokens_BL[0, : len(text)] = text
+    logits_LV = np.asarray(
+      full_pass(params, config, tokens_BL, gate, c, fixed)
+    )[0, len(prompt) - 1 : len(text) - 1]
+    # Rounding may choose between two that are as good as equal.
+    lost_L = np.max(logits_LV, axis=1) - logits_LV[np.arange(210), ids]
+    assert np.max(lost_L) <= 1e-5 * max(1.0, np.max(np.abs(logits_LV)))
+
+
+def test_a_stream_that_outgrows_the_cache_gives_the_same_ids():
+  """Blocks of 50 end before, in and after the steps at which it grows."""
+  params, config, c, found = long_text("rms", "gate 0")
+  parts = list(
+    decode.generate_stream(
+      params, config, PROMPTS[0], max_new=210, gate=0.0, c=c, block=50
+    )
+  )
+  assert sum(parts, []) == found[0]
+  assert list(map(len, parts)) == [50, 50, 50, 50, 10]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -393,9 +458,9 @@ def test_gates_of_any_kind_are_one_gate(family):
     params, config, PROMPTS, max_new=9, gate=gate, c=c
   )
   for gate in (0.0, 1.0):
-    size = decode._extend._cache_size()
+    size = decode._whole._cache_size()
     assert run(gate) == run(jnp.float32(gate)) == run(int(gate))
-    assert decode._extend._cache_size() <= size + 1
+    assert decode._whole._cache_size() <= size + 1
   assert run(0.0) != run(1.0)
 
 
