@@ -427,21 +427,39 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--device", default="h100", help="default h100")
   output(sub)
 
+  def subject(sub):
+    sub.add_argument("model", nargs="?", help=where + "; or give --shape")
+    step(sub)
+    sub.add_argument("--shape", help="random weights: 1m, 3m, 9m, 30m, ...")
+
   text = "Speed, measured in turn: of decoding, or of a training step."
   sub = commands.add_parser("bench", help=text, description=text)
   kinds = sub.add_subparsers(dest="what", required=True, metavar="WHAT")
   text = "Decoding: live norms, tapered away, and folded."
   sub = kinds.add_parser("decode", help=text, description=text)
   sub.set_defaults(run=_bench_decode)
-  sub.add_argument("model", nargs="?", help=where + "; or give --shape")
-  step(sub)
-  sub.add_argument("--shape", help="random weights: 1m, 3m, 9m, 30m, ...")
+  subject(sub)
   sub.add_argument("--batch", default="1,4,16,64", help="rows; 1,4,16,64")
-  sub.add_argument("--prompt", type=int, default=128, help="tokens; 128")
+  sub.add_argument("--prompt", default="128", help="tokens; 128, or a list")
   sub.add_argument("--new", type=int, default=256, help="tokens; 256")
   sub.add_argument("--dtype", default="float32,bfloat16", help="computed in")
   sub.add_argument("--forms", default="baseline,unfused,folded")
   measured(sub, "bench.json, and the plot as PNG and SVG")
+  text = "Decoding beside other programs, with the same weights."
+  sub = kinds.add_parser("peers", help=text, description=text)
+  sub.set_defaults(run=_bench_peers)
+  subject(sub)
+  sub.add_argument("--batch", default="1,16", help="rows; 1,16")
+  sub.add_argument("--prompt", type=int, default=32, help="tokens; 32")
+  sub.add_argument("--new", type=int, default=128, help="tokens; 128")
+  sub.add_argument("--forms", default="baseline,folded")
+  sub.add_argument(
+    "--peers",
+    default="jax,transformers",
+    help="jax: a plain loop over the Flax model; transformers; "
+    "transformers-static: compiled, with a static cache",
+  )
+  measured(sub, "bench.json")
   text = "A training step: the model without a taper, and the three phases."
   sub = kinds.add_parser("train", help=text, description=text)
   sub.set_defaults(run=_bench_train)
@@ -837,41 +855,44 @@ def _drawn(*tables: Any) -> str:
   return printed.get()
 
 
+def _bench_subject(args, prompt: int) -> tuple[dict, Any, Any]:
+  """params, config and c of the model or --shape that is timed."""
+  from taperjax import api
+  from taperjax.bench import decode as bench
+
+  if (args.model is None) == (args.shape is None):
+    raise UserError("give a model or --shape, one of the two; see --help")
+  if args.model is not None:
+    model = api.load(args.model, args.step, args.model_seed)
+    bench.check(model.config, prompt, args.new)
+    return model.params, model.config, model.c
+  if args.shape not in bench.SHAPES:
+    raise UserError(
+      f"--shape={args.shape} must be one of {', '.join(bench.SHAPES)}"
+    )
+  bench.check(bench.SHAPES[args.shape], prompt, args.new)
+  return bench.random_model(args.shape)
+
+
 def _bench_decode(args: argparse.Namespace) -> dict[str, Any]:
-  from taperjax import api, metrics
+  from taperjax import metrics
   from taperjax.bench import decode as bench, roofline
   from taperjax.summary import write_json
 
-  _at_least_one(args, "prompt", "new", "repeats")
+  _at_least_one(args, "new", "repeats")
   forms = _chosen(args, "forms", bench.FORMS)
   dtypes = _chosen(args, "dtype", bench.DTYPES)
-  batches = args.batch.split(",")
-  if not all(re.fullmatch("[1-9][0-9]{0,5}", text) for text in batches):
-    raise UserError(
-      f"--batch={args.batch} must be whole numbers from 1; for example 1,16"
-    )
-  batches = [int(text) for text in batches]
-  if (args.model is None) == (args.shape is None):
-    raise UserError("give a model or --shape, one of the two; see --help")
+  batches = _whole_numbers(args, "batch")
+  prompts = _whole_numbers(args, "prompt")
+  params, config, c = _bench_subject(args, max(prompts))
   out = _bench_folder(args)
-  if args.model is not None:
-    model = api.load(args.model, args.step, args.model_seed)
-    params, config, c = model.params, model.config, model.c
-    bench.check(config, args.prompt, args.new)
-  else:
-    if args.shape not in bench.SHAPES:
-      raise UserError(
-        f"--shape={args.shape} must be one of {', '.join(bench.SHAPES)}"
-      )
-    bench.check(bench.SHAPES[args.shape], args.prompt, args.new)
-    params, config, c = bench.random_model(args.shape)
   forms = bench.make_forms(params, config, c, forms)
   cores = roofline.cores()
   bandwidth = roofline.read_bandwidth(cores)
-  rounds = len(batches) * len(dtypes) * (args.repeats + 1)
+  rounds = len(batches) * len(dtypes) * len(prompts) * (args.repeats + 1)
   with metrics.Progress(rounds, 0) as progress:
     rows = bench.run(
-      forms, batches=batches, dtypes=dtypes, prompt=args.prompt, new=args.new,
+      forms, batches=batches, dtypes=dtypes, prompts=prompts, new=args.new,
       repeats=args.repeats, bandwidth=bandwidth, progress=progress.update,
     )
   result = {
@@ -886,6 +907,75 @@ def _bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     if out is not None:
       print(f"wrote {out}: bench.json, bench.png, bench.svg")
   return result
+
+
+def _bench_peers(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import metrics
+  from taperjax.bench import decode as bench, peers as lib, roofline
+  from taperjax.summary import write_json
+
+  _at_least_one(args, "prompt", "new", "repeats")
+  names = _chosen(args, "forms", bench.FORMS)
+  if "baseline" not in names:
+    raise UserError(
+      f"--forms={args.forms} lacks baseline, which the others are compared "
+      "with; add it"
+    )
+  peers = _chosen(args, "peers", lib.PEERS)
+  batches = _whole_numbers(args, "batch")
+  params, config, c = _bench_subject(args, args.prompt)
+  forms = bench.make_forms(params, config, c, names)
+  out = _bench_folder(args)
+  with metrics.Progress(len(batches) * (args.repeats + 1), 0) as progress:
+    rows = lib.run(
+      forms, peers, batches=batches, prompt=args.prompt, new=args.new,
+      repeats=args.repeats, progress=progress.update,
+    )
+  result = {
+    "model": args.model, "shape": args.shape, "cores": roofline.cores(),
+    "rows": rows,
+  }
+  if out is not None:
+    write_json(out / "bench.json", result)
+  if not args.json:
+    _print_peers(result)
+    if out is not None:
+      print(f"wrote {out}: bench.json")
+  return result
+
+
+def _print_peers(found: dict[str, Any]) -> None:
+  """Tables of the programs, and of how many times faster each form is."""
+  from rich.table import Table
+  from rich.text import Text
+
+  from taperjax.bench import stats
+
+  speed = Table(caption="same ids: share of the new ids that baseline gives")
+  for name in ("rows", "program", "tok/s", "ms/call (quartiles)", "same ids"):
+    speed.add_column(name, justify="left" if name == "program" else "right")
+  ratios = Table(
+    caption="above 1, the form is faster; 95 percent of the median ratio"
+  )
+  for name in ("rows", "program / form", "ratio"):
+    ratios.add_column(name, justify="left" if "form" in name else "right")
+  for row in found["rows"]:
+    rows = f"{row['batch']:,}"
+    for name, program in row["programs"].items():
+      ms = program["ms"]
+      speed.add_row(
+        rows, name, f"{program['tokens_per_s']:,.0f}",
+        f"{ms['median']:.4g} ({ms['q1']:.4g} to {ms['q3']:.4g})",
+        f"{program['same_ids']:.1%}",
+      )
+    for pair, ratio in row["ratios"].items():
+      cell = Text(stats.ratio_text(ratio))
+      ratios.add_row(rows, pair.replace("/", " / "), cell)
+  print(_drawn(speed, *([ratios] if ratios.rows else [])), end="")
+  last = found["rows"][-1]
+  versions = {n: p["version"] for n, p in last["programs"].items()}
+  for name, text in (versions | last["missing"]).items():
+    print(f"{name}: {text}")
 
 
 def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:
@@ -949,6 +1039,17 @@ def _print_bench_train(found: dict[str, Any]) -> None:
   )
 
 
+def _whole_numbers(args: argparse.Namespace, flag: str) -> list[int]:
+  """The numbers of a flag, each once and rising."""
+  text = getattr(args, flag)
+  numbers = text.split(",")
+  if not all(re.fullmatch("[1-9][0-9]{0,5}", number) for number in numbers):
+    raise UserError(
+      f"--{flag}={text} must be whole numbers from 1; for example 1,16"
+    )
+  return sorted({int(number) for number in numbers})
+
+
 def _chosen(args: argparse.Namespace, flag: str, known) -> list[str]:
   """The names of a flag, each of them known and given once."""
   text = getattr(args, flag)
@@ -967,9 +1068,11 @@ def _print_bench(found: dict[str, Any]) -> None:
 
   from taperjax.bench import stats
 
+  several = len({row["prompt"] for row in found["rows"]}) > 1
+
   def table(caption, *names):
     made = Table(caption=caption)
-    for name in ("rows", "dtype", *names):
+    for name in ("rows", *["prompt"] * several, "dtype", *names):
       left = name in ("dtype", "form", "first / second")
       made.add_column(name, justify="left" if left else "right")
     return made
@@ -987,7 +1090,8 @@ def _print_bench(found: dict[str, Any]) -> None:
     "first / second", "ratio",
   )
   for row in found["rows"]:
-    start = (f"{row['batch']:,}", row["dtype"])
+    prompt = [f"{row['prompt']:,}"] * several
+    start = (f"{row['batch']:,}", *prompt, row["dtype"])
     for name, form in row["forms"].items():
       time = form["ms_per_token"]
       speed.add_row(

@@ -3,6 +3,7 @@
 No test compares times: the machine of a test run is nobody's in particular.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -13,8 +14,9 @@ import pytest
 from ml_collections import config_dict
 
 from taperjax import api, config as config_lib, gate, packing
-from taperjax.bench import decode as bench, roofline, stats, train
+from taperjax.bench import decode as bench, peers, roofline, stats, train
 from taperjax.errors import UserError
+from taperjax.interop import verify
 from tests import folding_test, runs
 
 N = 2
@@ -195,11 +197,59 @@ def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
     for ratio in row["ratios"].values():
       assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
   text = run(
-    "bench", "decode", "a/run", "--batch", "1", "--prompt", 8, "--new", 16,
-    "--dtype", "float32", "--forms", "folded", "--repeats", 1,
+    "bench", "decode", "a/run", "--batch", "1", "--prompt", "8,4", "--new", 16,
+    "--dtype", "float32", "--forms", "folded", "--repeats", 1, "--out", out,
   )
+  rows = json.loads((out / "bench.json").read_text())["rows"]
+  assert [row["prompt"] for row in rows] == [4, 8]
   assert "GB/s" in text and "folded" in text
   assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_tiny_bench_of_peers_through_the_command_line(
+  run, small, tmp_path, monkeypatch
+):
+  """The same weights give the same ids, whoever decodes."""
+  @contextlib.contextmanager
+  def absent(*_):
+    raise verify.Missing("torch is not installed")
+    yield
+
+  monkeypatch.setitem(peers._PEERS, "transformers-static", absent)
+  out = tmp_path / "bench"
+  names = ("jax", "transformers", "transformers-static")
+  arguments = (
+    "bench", "peers", "--shape", "1m", "--batch", "1,3", "--prompt", 8, "--new",
+    12, "--peers", ",".join(names), "--repeats", 6, "--out", out,
+  )
+  found = run(*arguments, "--json")
+  assert found == json.loads((out / "bench.json").read_text())
+  assert [row["batch"] for row in found["rows"]] == [1, 3]
+  for row in found["rows"]:
+    assert list(row["programs"]) == ["baseline", "folded", *names[:2]]
+    for program in row["programs"].values():
+      assert program["ms"]["q1"] <= program["ms"]["median"]
+      calls = 1e3 / program["ms"]["median"]
+      speed = row["batch"] * row["new"] * calls
+      assert program["tokens_per_s"] == pytest.approx(speed)
+    for name in ("jax", "transformers"):
+      assert row["programs"][name]["same_ids"] == 1
+      ratio = row["ratios"][f"{name}/folded"]
+      assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
+    assert row["missing"] == {"transformers-static": "torch is not installed"}
+  text = run(*arguments)
+  assert "transformers-static: torch is not installed" in text
+  assert max(map(len, text.splitlines()[:-4])) <= 80
+
+
+def test_peers_are_compared_with_live_norms(fails):
+  message = "--forms=folded lacks baseline"
+  assert message in fails(
+    "bench", "peers", "--shape", "1m", "--forms", "folded"
+  )
+  assert "--peers=x must be of jax, tra" in fails(
+    "bench", "peers", "--shape", "1m", "--peers", "x"
+  )
 
 
 TRAIN = """
@@ -289,6 +339,7 @@ MISTAKES = [
   (("--forms", "folded,folded"), "--forms=folded,folded must be of baseline,"),
   (("--repeats", "0"), "--repeats=0 must be 1 or more"),
   (("--shape", "2m"), "--shape=2m must be one of 1m, 3m, 9m, 30m, gpt2, lla"),
+  (("--prompt", "0,8"), "--prompt=0,8 must be whole numbers from 1; for examp"),
   ((), "give a model or --shape, one of the two"),
   (
     ("--shape", "1m", "--prompt", "300"),

@@ -1,4 +1,7 @@
-"""Measurements of speed: `decode` times forms of one model in turn.
+"""Measurements of speed, all in turn.
+
+`decode` times forms of one model, `peers` other programs beside them, `train`
+the phases of a training step.
 
 `stats` holds the paired ratios and their intervals, `roofline` the bytes of a
 step and the bandwidth of the machine.

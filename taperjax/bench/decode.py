@@ -7,6 +7,7 @@ that carries these maps in its matrices.
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from taperjax.errors import UserError
 
 FORMS = ("baseline", "unfused", "folded")
 DTYPES = ("float32", "bfloat16")
+_STYLES = {"float32": "-", "bfloat16": "--"}
 _COLOURS = {"baseline": "#888", "unfused": "#4c78a8", "folded": "#f58518"}
 
 Form = tuple[dict, ModelConfig, float, Any]  # params, config, gate, c
@@ -106,13 +108,13 @@ def run(
   *,
   batches: Sequence[int],
   dtypes: Sequence[str],
-  prompt: int,
+  prompts: Sequence[int],
   new: int,
   repeats: int,
   bandwidth: float,
   progress: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-  """One row for each batch size and compute dtype.
+  """One row for each compute dtype, batch size and prompt length.
 
   Every form is compiled and run once to warm up; then all are timed in turn,
   `repeats` times. A time is one compiled call that makes `new` tokens for each
@@ -121,7 +123,7 @@ def run(
   Args:
     forms: from `make_forms`.
     batches: rows. dtypes: compute dtypes.
-    prompt, new: tokens.
+    prompts: tokens. new: tokens.
     repeats: timed rounds.
     bandwidth: bytes a second, from `roofline.read_bandwidth`.
     progress: told how many rounds are done, of rows x (repeats + 1).
@@ -135,34 +137,33 @@ def run(
     above 1 where the second is faster.
   """
   rows, done = [], 0
-  for dtype in dtypes:
-    for batch in batches:
-      timers = {
-        name: decode.GreedyTimer.make(
-          params, config.replace(compute_dtype=dtype), gate=gate, c=c,
-          batch_size=batch, prompt_len=prompt, new_tokens=new,
-        )
-        for name, (params, config, gate, c) in forms.items()
-      }
-      for timer in timers.values():
-        timer.seconds()
+  for dtype, batch, prompt in itertools.product(dtypes, batches, prompts):
+    timers = {
+      name: decode.GreedyTimer.make(
+        params, config.replace(compute_dtype=dtype), gate=gate, c=c,
+        batch_size=batch, prompt_len=prompt, new_tokens=new,
+      )
+      for name, (params, config, gate, c) in forms.items()
+    }
+    for timer in timers.values():
+      timer.seconds()
+    done += 1
+    progress(done)
+    seconds = {name: [] for name in timers}
+    for _ in range(repeats):
+      for name, timer in timers.items():
+        seconds[name].append(timer.seconds())
       done += 1
       progress(done)
-      seconds = {name: [] for name in timers}
-      for _ in range(repeats):
-        for name, timer in timers.items():
-          seconds[name].append(timer.seconds())
-        done += 1
-        progress(done)
-      rows.append({
-        "batch": batch, "dtype": dtype, "prompt": prompt, "new": new,
-        "repeats": repeats,
-        "forms": {
-          name: _form_row(timer, seconds[name], bandwidth)
-          for name, timer in timers.items()
-        },
-        "ratios": _ratios(seconds),
-      })
+    rows.append({
+      "batch": batch, "dtype": dtype, "prompt": prompt, "new": new,
+      "repeats": repeats,
+      "forms": {
+        name: _form_row(timer, seconds[name], bandwidth)
+        for name, timer in timers.items()
+      },
+      "ratios": _ratios(seconds),
+    })
   return rows
 
 
@@ -217,34 +218,18 @@ def _draw(rows, title) -> Any:
   figure = Figure(figsize=(9.0, 4.5), layout="constrained")
   speed, ratio = figure.subplots(1, 2)
   figure.suptitle(title)
-  styles = dict(zip(DTYPES, ("-", "--"), strict=True))
-  batches = sorted({row["batch"] for row in rows})
-  for dtype in dict.fromkeys(row["dtype"] for row in rows):
-    own = sorted(
-      (row for row in rows if row["dtype"] == dtype), key=lambda r: r["batch"]
-    )
-    for name in own[0]["forms"]:
-      speed.plot(
-        [row["batch"] for row in own],
-        [row["forms"][name]["tokens_per_s"] for row in own],
-        marker="o", markersize=4, linestyle=styles[dtype],
-        color=_COLOURS[name], label=f"{name}, {dtype}",
-      )
-  speed.set_xscale("log", base=2)
-  speed.set_yscale("log")
+  (_draw_lengths if len(_prompts(rows)) > 1 else _draw_batches)(speed, rows)
   for which in ("major", "minor"):  # not powers: those are mathtext
     getattr(speed.yaxis, f"set_{which}_formatter")(
-      StrMethodFormatter("{x:,.0f}")
+      StrMethodFormatter("{x:,g}")
     )
-  speed.set_xticks(batches, [str(batch) for batch in batches])
-  speed.set_xlabel("rows")
-  speed.set_ylabel("tokens a second, all rows")
   speed.legend(fontsize=8)
   labels = []
   for row in rows:
     for pair, found in row["ratios"].items():
       at, colour = len(labels), _COLOURS[pair.partition("/")[2]]
-      labels.append(f"{row['batch']} {row['dtype']} {pair}")
+      prompt = f"{row['prompt']} " if len(_prompts(rows)) > 1 else ""
+      labels.append(f"{row['batch']} {prompt}{row['dtype']} {pair}")
       if found["low"] is not None:
         ratio.plot([found["low"], found["high"]], [at, at], color=colour)
       ratio.plot(
@@ -255,6 +240,45 @@ def _draw(rows, title) -> Any:
   ratio.set_yticks(range(len(labels)), labels, fontsize=7)
   ratio.set_title("first / second, 95 % (hollow: not resolved)", fontsize=9)
   return figure
+
+
+def _prompts(rows) -> list[int]:
+  return sorted({row["prompt"] for row in rows})
+
+
+def _draw_batches(axes, rows) -> None:
+  """Tokens a second over rows."""
+  for dtype in dict.fromkeys(row["dtype"] for row in rows):
+    own = [row for row in rows if row["dtype"] == dtype]
+    for name in own[0]["forms"]:
+      axes.plot(
+        [row["batch"] for row in own],
+        [row["forms"][name]["tokens_per_s"] for row in own],
+        marker="o", markersize=4, linestyle=_STYLES[dtype],
+        color=_COLOURS[name], label=f"{name}, {dtype}",
+      )
+  batches = sorted({row["batch"] for row in rows})
+  axes.set_xscale("log", base=2)
+  axes.set_yscale("log")
+  axes.set_xticks(batches, [str(batch) for batch in batches])
+  axes.set_xlabel("rows")
+  axes.set_ylabel("tokens a second, all rows")
+
+
+def _draw_lengths(axes, rows) -> None:
+  """Milliseconds of a step over the filled length of the cache."""
+  for dtype, batch in dict.fromkeys((r["dtype"], r["batch"]) for r in rows):
+    own = [r for r in rows if (r["dtype"], r["batch"]) == (dtype, batch)]
+    for name in own[0]["forms"]:
+      axes.plot(
+        [row["prompt"] + row["new"] / 2 for row in own],
+        [row["forms"][name]["ms_per_token"]["median"] for row in own],
+        marker="o", markersize=4, linestyle=_STYLES[dtype],
+        color=_COLOURS[name], label=f"{name}, {dtype}, {batch} rows",
+      )
+  axes.set_yscale("log")
+  axes.set_xlabel("filled slots of the cache, mean")
+  axes.set_ylabel("ms a step")
 
 
 def check(config: ModelConfig, prompt: int, new: int) -> None:
