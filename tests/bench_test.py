@@ -203,7 +203,7 @@ def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
   rows = json.loads((out / "bench.json").read_text())["rows"]
   assert [row["prompt"] for row in rows] == [4, 8]
   assert "GB/s" in text and "folded" in text
-  assert max(map(len, text.splitlines())) <= 80
+  assert max(map(len, text.splitlines()[:-1])) <= 80  # the last names a folder
 
 
 def test_a_tiny_bench_of_peers_through_the_command_line(
