@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = _parser()
   args, rest = parser.parse_known_args(argv)
   args.fields = []
-  if args.run in (_reproduce, _bench_train, _plan):
+  if args.run in (_reproduce, _bench_train, _bench_start, _plan):
     args.fields = [arg for arg in rest if arg.startswith("--config.")]
   if unknown := [arg for arg in rest if arg not in args.fields]:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -469,6 +469,14 @@ def _parser() -> argparse.ArgumentParser:
     "--config.NAME=VALUE",
   )
   sub.add_argument("--forms", default="baseline,norm,taper,scale")
+  measured(sub, "bench.json")
+  text = "Start-up of train.py, tokenizing, and making batches."
+  sub = kinds.add_parser("start", help=text, description=text)
+  sub.set_defaults(run=_bench_start)
+  sub.add_argument(
+    "config", help="FILE or FILE:ARGUMENT; fields as for bench train"
+  )
+  sub.add_argument("--script", default="train.py", help="default train.py")
   measured(sub, "bench.json")
 
   text = "Write a model for another program, and read it back there."
@@ -1007,6 +1015,38 @@ def _bench_train(args: argparse.Namespace) -> dict[str, Any]:
     write_json(out / "bench.json", result)
   if not args.json:
     _print_bench_train(result)
+    if out is not None:
+      print(f"wrote {out}: bench.json")
+  return result
+
+
+def _bench_start(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax import metrics, saved
+  from taperjax.bench import roofline, start
+  from taperjax.summary import write_json
+
+  _at_least_one(args, "repeats")
+  fields = load_config(args.config)
+  _set_fields(fields, args.config, args.fields)
+  out = _bench_folder(args)
+  with metrics.Progress(start.MEASURES, 0) as progress:
+    found = start.run(
+      saved.read_config(fields), args.config, args.fields, args.script,
+      repeats=args.repeats, progress=progress.update,
+    )
+  result = {"config": args.config, "cores": roofline.cores(), **found}
+  if out is not None:
+    write_json(out / "bench.json", result)
+  if not args.json:
+    print(
+      f"{args.script} --help {found['help_s']:.2f} s\n"
+      f"first step {found['first_step_cold_s']:.1f} s, with compiled programs "
+      f"at hand {found['first_step_warm_s']:.1f} s\n"
+      f"tokenizing {found['tokenize_bytes_per_s'] / 1e6:.1f} MB/s of "
+      f"{found['train_bytes'] / 1e6:.1f} MB\n"
+      f"a batch {found['batch_ms']:.3f} ms, a step {found['step_ms']:.1f} ms: "
+      f"{found['stall']:.3%}"
+    )
     if out is not None:
       print(f"wrote {out}: bench.json")
   return result

@@ -288,6 +288,34 @@ def test_a_tiny_bench_of_training_through_the_command_line(run, tmp_path):
   assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_tiny_bench_of_the_start_through_the_command_line(run, tmp_path):
+  """Every figure that is promised; with compiled programs it starts earlier."""
+  (tmp_path / "tiny.py").write_text(TRAIN)
+  script = runs.REPOSITORY / "train.py"
+  out = tmp_path / "bench"
+  arguments = ("--script", script, "--config.batch_size=3", "--repeats", 2)
+  found = run(
+    "bench", "start", tmp_path / "tiny.py", *arguments, "--json", "--out", out
+  )
+  assert found == json.loads((out / "bench.json").read_text())
+  assert found["help_s"] > 0
+  assert found["first_step_warm_s"] > 0 and found["first_step_cold_s"] > 0
+  assert found["tokenize_bytes_per_s"] > 0 and found["train_bytes"] > 1000
+  assert found["stall"] == pytest.approx(found["batch_ms"] / found["step_ms"])
+
+
+def test_a_run_that_never_starts_is_told_in_one_line(fails, tmp_path):
+  (tmp_path / "tiny.py").write_text(TRAIN)
+  arguments = ("bench", "start", tmp_path / "tiny.py", "--repeats", 1)
+  assert "--script=/nowhere/train.py is not there; run this" in fails(
+    *arguments, "--script", "/nowhere/train.py"
+  )
+  (tmp_path / "train.py").write_text("print('no'); raise SystemExit(3)")
+  assert "train.py ended before its first step: no" in fails(
+    *arguments, "--script", tmp_path / "train.py"
+  )
+
+
 def read(fields):
   return config_lib.parse(fields).with_vocab(257)
 
