@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -14,7 +15,14 @@ import pytest
 from ml_collections import config_dict
 
 from taperjax import api, config as config_lib, gate, packing
-from taperjax.bench import decode as bench, peers, roofline, stats, train
+from taperjax.bench import (
+  decode as bench,
+  peers,
+  roofline,
+  start,
+  stats,
+  train,
+)
 from taperjax.errors import UserError
 from taperjax.interop import verify
 from tests import folding_test, runs
@@ -306,14 +314,13 @@ def test_a_tiny_bench_of_the_start_through_the_command_line(run, tmp_path):
 
 def test_a_run_that_never_starts_is_told_in_one_line(fails, tmp_path):
   (tmp_path / "tiny.py").write_text(TRAIN)
-  arguments = ("bench", "start", tmp_path / "tiny.py", "--repeats", 1)
   assert "--script=/nowhere/train.py is not there; run this" in fails(
-    *arguments, "--script", "/nowhere/train.py"
+    "bench", "start", tmp_path / "tiny.py", "--script", "/nowhere/train.py"
   )
-  (tmp_path / "train.py").write_text("print('no'); raise SystemExit(3)")
-  assert "train.py ended before its first step: no" in fails(
-    *arguments, "--script", tmp_path / "train.py"
-  )
+  script = tmp_path / "train.py"
+  script.write_text("print('no'); raise SystemExit(3)")
+  with pytest.raises(UserError, match="ended before its first step: no$"):
+    start._first_step_seconds([sys.executable, str(script)])
 
 
 def read(fields):

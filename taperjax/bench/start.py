@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from taperjax import data as data_lib
+from taperjax import data as data_lib, workdir as workdir_lib
 from taperjax.bench import train
 from taperjax.config import Config
 from taperjax.data import windows
@@ -61,14 +61,17 @@ def run(
   found = {"help_s": _help_seconds(script)}
   progress(1)
   with tempfile.TemporaryDirectory() as name:
-    folder = pathlib.Path(name)
-    data, found["tokenize_bytes_per_s"] = _tokenize(config, folder / "data")
+    workdir = workdir_lib.open_workdir(pathlib.Path(name) / "run", "start")
+    tokens = workdir / "data"
+    data, found["tokenize_bytes_per_s"] = _tokenize(config, tokens)
     found["train_bytes"] = data.train.meta["source_size"]
     progress(2)
     command = [
       sys.executable, script, f"--config={argument}", *options,
-      f"--config.data.folder={folder / 'data'}", f"--workdir={folder / 'run'}",
+      f"--workdir={workdir}",
     ]
+    if config.data.folder is not None:
+      command.append(f"--config.data.folder={tokens}")
     for kind in ("cold", "warm"):
       found[f"first_step_{kind}_s"] = _first_step_seconds(command)
     progress(3)
