@@ -26,9 +26,9 @@ ROWS = [
   {"packing"},
   {"state", "folding", "decode", "ranges", "anchor"},
   {"step", "checkpoint", "tails"},
-  {"saved", "probing", "bench", "planning"},
+  {"saved", "probing", "planning"},
   {"interop", "report"},
-  {"loop", "api"},
+  {"loop", "api", "bench"},
   {"reproduce"},
   {"cli"},
 ]

@@ -530,6 +530,24 @@ def test_names_of_files_and_sizes_are_escaped(tmp_path, monkeypatch):
   assert f"{size} all" in found.all("svg")[0]["aria-label"]
 
 
+def test_a_spike_of_the_loss_does_not_flatten_the_curves(
+  tmp_path, monkeypatch
+):
+  """One record of 20,000 nats: the axis ends near the others, and says so."""
+  monkeypatch.setattr(plots, "CURVES", plots.CURVES[:1])
+  run = report_runs.write(tmp_path / "a", "all", (0,), records=50)
+  path = run / "metrics.jsonl"
+  lines = [json.loads(x) for x in path.read_text().splitlines()]
+  at = next(x for x in lines if x["step"] == 700 and x["kind"] == "train")
+  at["loss"] = 20_000.0
+  path.write_text("".join(json.dumps(x) + "\n" for x in lines))
+  report.write([run], tmp_path / "out")
+  text = (tmp_path / "out" / "report.html").read_text()
+  assert "The axis ends below the largest value, 20k." in text
+  svg = (tmp_path / "out" / "figures" / "train_loss.svg").read_text()
+  assert ">20k<" not in svg and "<!-- 20k -->" not in svg
+
+
 def colours(text):
   """{variable: (light, dark)} of a page."""
   light, dark = re.search(

@@ -49,6 +49,7 @@ _MORE_DASHES = ("-", (0, (5, 2)), (0, (2, 1.2)), (0, (6, 2, 1, 2)))
 MOST_POINTS = 400  # of a curve
 _ALL_POINTS = 3_200  # of the curves of a figure together
 _LOG_RATIO = 20.0  # of the largest to the smallest, for a log scale
+_SPIKE = 3.0  # of the largest to the 95th percentile, for an axis that is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Curve:
     scale: log, linear, or auto: log where the values span a factor of 20.
     since: draws only steps from this share of the run on.
     zero: draws the line at 0.
+    cut: ends the axis below spikes that would flatten all else, with a note.
   """
 
   name: str
@@ -87,14 +89,16 @@ class Curve:
   since: float = 0.0
   target: str | None = None
   zero: bool = False
+  cut: bool = False
 
 
 CURVES = (
-  Curve("train_loss", "train/loss", "Training loss", "nats per token"),
+  Curve("train_loss", "train/loss", "Training loss", "nats per token",
+        cut=True),
   Curve("train_loss_late", "train/loss", "Training loss, second half",
-        "nats per token", since=0.5),
+        "nats per token", since=0.5, cut=True),
   Curve("valid_loss", "eval/valid_loss", "Validation loss at the gate",
-        "nats per token"),
+        "nats per token", cut=True),
   Curve("valid_loss_g0", "eval/valid_loss_g0", "Validation loss at gate 0",
         "nats per token", "auto"),
   Curve("train_logit_norm", "train/logit_norm",
@@ -339,6 +343,12 @@ def _curve(spec: Curve, groups, folder) -> Figure | None:
     f"over the seeds: {', '.join(ends)}."
   )
   notes = []
+  usual = float(np.percentile(values, 95))
+  if spec.cut and max(values) > _SPIKE * usual:
+    axis.set_ylim(top=1.25 * usual)
+    notes.append(
+      f"The axis ends below the largest value, {number(max(values))}."
+    )
   if thinned:
     notes.append(
       f"Averaged over neighbouring records to at most {most} points a curve."
