@@ -21,6 +21,7 @@ import re
 import runpy
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = _parser()
   args, rest = parser.parse_known_args(argv)
   args.fields = []
-  if args.run in (_reproduce, _bench_train, _bench_start, _plan):
+  if args.run in (_reproduce, _bench_train, _bench_start, _bench_all, _plan):
     args.fields = [arg for arg in rest if arg.startswith("--config.")]
   if unknown := [arg for arg in rest if arg not in args.fields]:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -267,9 +268,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON object")
     sub.add_argument("--debug", action="store_true", help="show tracebacks")
 
-  def measured(sub, written):
+  def measured(sub, written, out=None):
     sub.add_argument("--repeats", type=int, default=20, help="rounds; 20")
-    sub.add_argument("--out", help=f"folder for {written}")
+    written += "" if out is None else f"; default {out}"
+    sub.add_argument("--out", default=out, help=f"folder for {written}")
     output(sub)
 
   def step(sub, seed="--seed"):
@@ -478,6 +480,16 @@ def _parser() -> argparse.ArgumentParser:
   )
   sub.add_argument("--script", default="train.py", help="default train.py")
   measured(sub, "bench.json")
+  text = "All of these one after another, in one Markdown file."
+  sub = kinds.add_parser("all", help=text, description=text)
+  sub.set_defaults(run=_bench_all)
+  sub.add_argument(
+    "config", nargs="?", default="configs/tinystories.py:1m,all_aux",
+    help="of bench train and bench start; default "
+    "configs/tinystories.py:1m,all_aux",
+  )
+  sub.add_argument("--shapes", default="1m,30m", help="decoded; 1m,30m")
+  measured(sub, "benchmarks.md, and one folder for each section", "bench")
 
   text = "Write a model for another program, and read it back there."
   sub = commands.add_parser("export", help=text, description=text)
@@ -863,6 +875,17 @@ def _drawn(*tables: Any) -> str:
   return printed.get()
 
 
+def _sheet(*tables: Any) -> str:
+  """Tables of rich in Markdown, each with its caption below."""
+  from rich import box
+
+  parts = []
+  for table in tables:
+    caption, table.caption, table.box = table.caption, None, box.MARKDOWN
+    parts.append(f"{_drawn(table).strip()}\n\n{textwrap.fill(caption, 79)}\n")
+  return "\n".join(parts)
+
+
 def _bench_subject(args, prompt: int) -> tuple[dict, Any, Any]:
   """params, config and c of the model or --shape that is timed."""
   from taperjax import api
@@ -979,11 +1002,12 @@ def _print_peers(found: dict[str, Any]) -> None:
     for pair, ratio in row["ratios"].items():
       cell = Text(stats.ratio_text(ratio))
       ratios.add_row(rows, pair.replace("/", " / "), cell)
-  print(_drawn(speed, *([ratios] if ratios.rows else [])), end="")
+  print(_sheet(speed, *([ratios] if ratios.rows else [])), end="")
   last = found["rows"][-1]
   versions = {n: p["version"] for n, p in last["programs"].items()}
+  print()
   for name, text in (versions | last["missing"]).items():
-    print(f"{name}: {text}")
+    print(f"- {name}: {text}")
 
 
 def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:
@@ -1052,6 +1076,23 @@ def _bench_start(args: argparse.Namespace) -> dict[str, Any]:
   return result
 
 
+def _bench_all(args: argparse.Namespace) -> dict[str, Any]:
+  from taperjax.bench import decode, sheet
+
+  _at_least_one(args, "repeats")
+  shapes = _chosen(args, "shapes", tuple(decode.SHAPES))
+  _set_fields(load_config(args.config), args.config, args.fields)
+  out = _bench_folder(args)
+  sections = sheet.commands(shapes, args.config, args.fields, args.repeats)
+  codes = sheet.run(sections, out)
+  if not args.json:
+    failed = [name for name, code in codes.items() if code]
+    print(f"wrote {out}/benchmarks.md, {len(codes)} sections")
+    if failed:
+      print(f"failed: {', '.join(failed)}; the file says why")
+  return {"out": str(out), "codes": codes}
+
+
 def _print_bench_train(found: dict[str, Any]) -> None:
   """A table of the forms, with the ratios of their times."""
   from rich.table import Table
@@ -1072,7 +1113,7 @@ def _print_bench_train(found: dict[str, Any]) -> None:
       "" if ratio is None else Text(stats.ratio_text(ratio)),
       f"{form['temporary_bytes'] / 1e6:,.0f}",
     )
-  print(_drawn(table), end="")
+  print(_sheet(table), end="")
   print(
     f"{found['batch']} windows of {found['context_len']} tokens, "
     f"{found['dtype']}, {found['repeats']} rounds; MB: temporary memory"
@@ -1151,7 +1192,7 @@ def _print_bench(found: dict[str, Any]) -> None:
     f"reads {found['read_bytes_per_s'] / 1e9:.1f} GB/s with {cores} "
     f"core{'' if cores == 1 else 's'}"
   )
-  print(_drawn(speed, counts, *([ratios] if ratios.rows else [])), end="")
+  print(_sheet(speed, counts, *([ratios] if ratios.rows else [])), end="")
 
 
 def _fold(args: argparse.Namespace) -> dict[str, Any]:

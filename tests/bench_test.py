@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from ml_collections import config_dict
 
-from taperjax import api, config as config_lib, gate, packing
+from taperjax import api, cli, config as config_lib, gate, packing
 from taperjax.bench import (
   decode as bench,
   peers,
   roofline,
+  sheet,
   start,
   stats,
   train,
@@ -210,7 +211,7 @@ def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
   )
   rows = json.loads((out / "bench.json").read_text())["rows"]
   assert [row["prompt"] for row in rows] == [4, 8]
-  assert "GB/s" in text and "folded" in text
+  assert "GB/s" in text and "\n| 1    | 8" in text  # Markdown
   assert max(map(len, text.splitlines()[:-1])) <= 80  # the last names a folder
 
 
@@ -246,7 +247,7 @@ def test_a_tiny_bench_of_peers_through_the_command_line(
       assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
     assert row["missing"] == {"transformers-static": "torch is not installed"}
   text = run(*arguments)
-  assert "transformers-static: torch is not installed" in text
+  assert "- transformers-static: torch is not installed" in text
   assert max(map(len, text.splitlines()[:-4])) <= 80
 
 
@@ -321,6 +322,32 @@ def test_a_run_that_never_starts_is_told_in_one_line(fails, tmp_path):
   script.write_text("print('no'); raise SystemExit(3)")
   with pytest.raises(UserError, match="ended before its first step: no$"):
     start._first_step_seconds([sys.executable, str(script)])
+
+
+def test_all_measurements_go_into_one_file(tmp_path, monkeypatch, capsys):
+  """What was printed, as Markdown; a section that fails says why."""
+  monkeypatch.setattr(sheet, "_PROGRAM", (
+    "import sys; print('| a | b |', '|---|---|', sep=chr(10)); "
+    "print('wrote /somewhere'); print('no room', file=sys.stderr); "
+    "sys.exit(2 * ('start' in sys.argv))"
+  ))
+  sections = sheet.commands(("1m",), "a b.py", ["--config.steps=3"], 5)
+  codes = sheet.run(sections, tmp_path)
+  assert list(codes) == ["decode-1m", "length-1m", "peers-1m", "train", "start"]
+  assert [code for code in codes.values() if code] == [codes["start"]] == [2]
+  text = (tmp_path / "benchmarks.md").read_text()
+  assert text.count("\n## ") == 5 and text.count("|---|---|") == 5
+  assert "taperjax bench train 'a b.py' --repeats=5 --config.steps=3" in text
+  assert text.count("Exit code") == 1 and "Exit code 2: no room" in text
+  assert "somewhere" not in text and str(tmp_path) not in text
+  assert "5/5 start" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_sheet_are_understood():
+  parser = cli._parser()
+  sections = sheet.commands(tuple(bench.SHAPES), "c.py", [], 20)
+  for arguments in sections.values():
+    parser.parse_args(["bench", *arguments])
 
 
 def read(fields):

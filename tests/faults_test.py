@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
@@ -30,17 +31,21 @@ def test_disturbed_runs_end_the_same_or_say_why(tmp_path, arguments):
     cwd=runs.REPOSITORY,
     capture_output=True,
     text=True,
-    timeout=10 * runs.LIMIT,
+    timeout=20 * runs.LIMIT,
     env=os.environ | {"TMPDIR": str(tmp_path)},
   )
   assert done.returncode == 0, done.stderr
   found = [tuple(row) for row in json.loads(out.read_text())]
   assert not [row for row in found if row[1] == faults.LOST]
-  kills = [fault for fault, _ in found if fault.startswith("SIGKILL")]
-  assert f"--kills={len(kills)}" == arguments[0]
-  fell = {fault.removeprefix("SIGKILL, ") for fault in kills}
-  # Where short stages are killed a moment late, others get two.
-  assert len(fell & {*faults.STAGES}) >= 3
+  fell = collections.Counter(
+    fault.removeprefix("SIGKILL, ") for fault, _ in found
+    if fault.startswith("SIGKILL") and "processes" not in fault
+  )
+  assert fell.total() >= int(arguments[0].removeprefix("--kills="))
+  if "--each" in arguments:
+    assert min(fell[stage] for stage in faults.STAGES) >= 5
+  else:  # where short stages are killed a moment late, others get two
+    assert len(fell.keys() & {*faults.STAGES}) >= 3
   names = " ".join(fault for fault, _ in found)
   for what in (
     "SIGTERM", "checkpoint file", "tokens file", "clock", "second", "NaN"
