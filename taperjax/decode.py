@@ -136,7 +136,7 @@ def sample(
     kind: "greedy", "plain" or "filtered", see `Sampling.kind`.
   """
   if kind == "greedy":
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return _argmax(logits_BV)
   # The largest becomes 0, so a small temperature makes -inf, never inf.
   top_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   logits_BV = (logits_BV - top_B1) / sampling.temperature
@@ -158,6 +158,18 @@ def sample(
   kept_BV = (before_BV < sampling.top_p) | (sampling.top_p >= 1)
   rank_B = draw(keys_B, jnp.where(kept_BV, sorted_BV, -jnp.inf))
   return jnp.take_along_axis(ids_BV, rank_B[:, None], axis=1)[:, 0]
+
+
+def _argmax(logits_BV: jax.Array) -> jax.Array:
+  """jnp.argmax in two plain reductions, which XLA makes into vector code.
+
+  The reduction over pairs of jnp.argmax is 5 to 6 times slower on a CPU. A row
+  with a NaN gives some id, not that of the NaN.
+  """
+  top_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+  ids_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
+  last = logits_BV.shape[-1] - 1
+  return jnp.min(jnp.where(logits_BV == top_B1, ids_BV, last), axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "fixed", "size"))
