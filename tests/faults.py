@@ -39,7 +39,7 @@ STAGES = (
   "checkpoint", "fold",
 )
 # Seconds within which a stage is killed; longer than most of them take.
-_WINDOW = {"checkpoint": 0.5, "fold": 1.5, "evaluation": 0.01}
+_WINDOW = {"checkpoint": 0.1, "fold": 1.5, "evaluation": 0.01}
 SAME, TOLD, LOST = "same", "told", "lost"
 _CODES = {0: SAME, 2: TOLD}
 _TAPER = gate.TaperSteps(runs.START, runs.END, "cosine")
