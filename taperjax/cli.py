@@ -459,7 +459,8 @@ def _parser() -> argparse.ArgumentParser:
     "--peers",
     default="jax,transformers",
     help="jax: a plain loop over the Flax model; transformers; "
-    "transformers-static: compiled, with a static cache",
+    "transformers-static: compiled, with a static cache; llama.cpp: by "
+    "llama-cpp-python",
   )
   measured(sub, "bench.json")
   text = "A training step: the model without a taper, and the three phases."

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import sys
+import types
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from taperjax.bench import (
 )
 from taperjax.errors import UserError
 from taperjax.interop import verify
-from tests import folding_test, runs
+from tests import folding_test, runs, tiny
 
 N = 2
 
@@ -249,6 +250,47 @@ def test_a_tiny_bench_of_peers_through_the_command_line(
   text = run(*arguments)
   assert "- transformers-static: torch is not installed" in text
   assert max(map(len, text.splitlines()[:-4])) <= 80
+
+
+def llama_cpp_row(batch=1, **changes):
+  """A row of peers with llama.cpp alone, of a tiny model of 320 tokens."""
+  sizes = {"vocab_size": 320, "context_len": 40, "tied": False}
+  config = tiny.model_config(**sizes, **changes)
+  forms = bench.make_forms(
+    tiny.params(config), config, tiny.c(config), ["baseline"]
+  )
+  [row] = peers.run(
+    forms, ["llama.cpp"], batches=[batch], prompt=9, new=20, repeats=1
+  )
+  return row
+
+
+def test_llama_cpp_is_missed_in_one_line(monkeypatch):
+  """Where it is not installed, and for a model that its file cannot hold."""
+  monkeypatch.setitem(sys.modules, "llama_cpp", None)
+  row = llama_cpp_row()
+  assert row["missing"] == {"llama.cpp": "llama_cpp is not installed"}
+  assert list(row["programs"]) == ["baseline"] and not row["ratios"]
+  pytest.importorskip("gguf")
+  there = types.SimpleNamespace(llama_backend_init=lambda: None)
+  monkeypatch.setitem(sys.modules, "llama_cpp", there)
+  row = llama_cpp_row(norm="layer")
+  [(name, text)] = row["missing"].items()
+  assert name == "llama.cpp" and text.startswith("norm='layer': GGUF of the ll")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_llama_cpp_decodes_our_ids_row_by_row(batch, capfd):
+  """Rows must not see each other, and the prompts are read anew each call."""
+  pytest.importorskip("llama_cpp")
+  capfd.readouterr()
+  row = llama_cpp_row(batch, scan_layers=batch == 1)
+  assert capfd.readouterr() == ("", "")  # --json has the output for itself
+  assert row["missing"] == {}
+  program = row["programs"]["llama.cpp"]
+  assert program["version"].startswith("llama-cpp-python ")
+  assert program["same_ids"] == 1
+  assert row["ratios"]["llama.cpp/baseline"]["ratio"] > 0
 
 
 def test_peers_are_compared_with_live_norms(fails):

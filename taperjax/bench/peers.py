@@ -9,22 +9,25 @@ same blocks without.
 from __future__ import annotations
 
 import contextlib
+import logging
 import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from taperjax import decode, model as model_lib
-from taperjax.bench import stats
+from taperjax.bench import roofline, stats
 from taperjax.config import ModelConfig
-from taperjax.interop import gpt2, hf_files, llama, verify
+from taperjax.data.tokenizer import ByteTokenizer
+from taperjax.errors import UserError
+from taperjax.interop import gguf_files, gpt2, hf_files, llama, verify
 
-PEERS = ("jax", "transformers", "transformers-static")
+PEERS = ("jax", "transformers", "transformers-static", "llama.cpp")
 
 Call = Callable[[], np.ndarray]  # new ids, (rows, new)
 
@@ -74,7 +77,8 @@ def run(
             _PEERS[name](forms["baseline"], tokens_BP, new)
           )
           call()
-        except (verify.Missing, RuntimeError) as error:  # or of its compiler
+        except (verify.Missing, UserError, RuntimeError) as error:
+          # Not installed, not for such a model, or a fault of its compiler.
           missing[name] = str(error).strip().partition("\n")[0]
         else:
           calls[name], versions[name] = call, version
@@ -173,8 +177,89 @@ def _transformers(
       yield call, f"{versions}, {torch.get_num_threads()} threads"
 
 
+@contextlib.contextmanager
+def _llama_cpp(form, tokens_BP, new) -> Iterator[tuple[Call, str]]:
+  """llama.cpp on our GGUF file, a sequence for each row in one context."""
+  with verify.needs("llama_cpp"):
+    import llama_cpp as lib
+  params, config, *_ = form
+  params, config = model_lib.unstack_layers(params, config)
+  config = config.replace(internal_norm="norm", final_norm="norm")
+  rows, length = tokens_BP.shape
+  threads = roofline.cores()
+  # It takes the warnings of llama.cpp for errors; what fails here is told.
+  logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+  lib.llama_backend_init()
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    path = pathlib.Path(folder) / "model.gguf"
+    # Only ids go in and come out: any vocabulary that fits will do.
+    gguf_files.write(
+      path, params, config, ByteTokenizer(), dtype="float32", name="peer"
+    )
+    network = lib.llama_model_load_from_file(
+      bytes(path), lib.llama_model_default_params()
+    )
+    if not network:
+      raise RuntimeError("llama.cpp does not load our GGUF file")
+    stack.callback(lib.llama_model_free, network)
+    options = lib.llama_context_default_params()
+    options.n_ctx = rows * (length + new)
+    options.n_batch, options.n_seq_max = rows * length, rows
+    options.n_threads = options.n_threads_batch = threads
+    options.type_k = options.type_v = lib.GGML_TYPE_F32  # as ours
+    context = lib.llama_init_from_model(network, options)
+    if not context:
+      raise RuntimeError(f"llama.cpp makes no context of {rows} sequences")
+    stack.callback(lib.llama_free, context)
+    memory = lib.llama_get_memory(context)
+    prompt, step = (_llama_batch(lib, rows, n, stack) for n in (length, 1))
+
+    def next_B(batch, tokens_BL, first):
+      """The most likely token of each row, behind tokens from place `first`."""
+      batch.tokens_BL[...] = tokens_BL
+      batch.places_BL[...] = first + np.arange(tokens_BL.shape[1])
+      if (code := lib.llama_decode(context, batch.given)) != 0:
+        raise RuntimeError(f"llama_decode fails with {code}")
+      logits_BV = np.ctypeslib.as_array(
+        lib.llama_get_logits(context), (rows, config.vocab_size)
+      )
+      return logits_BV.argmax(axis=-1)
+
+    def call():
+      lib.llama_memory_clear(memory, False)
+      out_BN = np.empty((rows, new), np.int32)
+      out_BN[:, 0] = next_B(prompt, tokens_BP, 0)
+      for i in range(1, new):
+        out_BN[:, i] = next_B(step, out_BN[:, i - 1 : i], length + i - 1)
+      return out_BN
+
+    yield call, f"{verify.version('llama-cpp-python')}, {threads} threads"
+
+
+class _Batch(NamedTuple):
+  """A llama_batch, and arrays that share its memory."""
+
+  given: Any
+  tokens_BL: np.ndarray
+  places_BL: np.ndarray
+
+
+def _llama_batch(lib, rows: int, length: int, stack) -> _Batch:
+  """For `length` tokens of each row; logits are asked for behind the last."""
+  given = lib.llama_batch_init(rows * length, 0, 1)
+  stack.callback(lib.llama_batch_free, given)
+  given.n_tokens = rows * length
+  for i in range(rows * length):
+    given.n_seq_id[i], given.seq_id[i][0] = 1, i // length
+    given.logits[i] = (i + 1) % length == 0
+  shared = lambda array: np.ctypeslib.as_array(array, (rows, length))
+  return _Batch(given, shared(given.token), shared(given.pos))
+
+
 _PEERS = {
   "jax": _plain_jax,
   "transformers": _transformers,
   "transformers-static": lambda *args: _transformers(*args, static=True),
+  "llama.cpp": _llama_cpp,
 }

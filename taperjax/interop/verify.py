@@ -45,7 +45,8 @@ class Missing(Exception):
 
 
 @contextlib.contextmanager
-def _needs(package: str) -> Iterator[None]:
+def needs(package: str) -> Iterator[None]:
+  """Around imports: raises `Missing` where the package is not installed."""
   try:
     yield
   except ModuleNotFoundError as error:
@@ -127,7 +128,7 @@ def version(package: str) -> str:
 @contextlib.contextmanager
 def _transformers():
   """The library, quiet and without a network."""
-  with _needs("torch"), _needs("transformers"):
+  with needs("torch"), needs("transformers"):
     import torch
     import transformers
   level = transformers.logging.get_verbosity()
@@ -251,7 +252,7 @@ def attribution(
 
 @contextlib.contextmanager
 def _lens():
-  with _needs("torch"), _needs("transformer_lens"):
+  with needs("torch"), needs("transformer_lens"):
     import torch
     import transformer_lens as _  # noqa: F401
   with torch.no_grad():
@@ -266,7 +267,7 @@ def stablehlo_logits(
   Prefill of one token, a decode step for each of the next, and at the last
   position prefill of whole rows.
   """
-  with _needs("flatbuffers"):
+  with needs("flatbuffers"):
     import flatbuffers  # noqa: F401
   import jax.export
   import safetensors.numpy
@@ -314,7 +315,7 @@ def gguf_logits(
   """(logits, reader) of llama.cpp, float32 cache; else of our own reader."""
   path = folder / "model.gguf"
   try:
-    with _needs("llama_cpp"):
+    with needs("llama_cpp"):
       import llama_cpp
   except Missing:
     from taperjax.interop import gguf_files
@@ -363,7 +364,7 @@ def source_logits(
   with _transformers() as (torch, transformers):
     folder, options = path, {}
     if source["format"] == "gguf":
-      with _needs("gguf"), _needs("accelerate"):
+      with needs("gguf"), needs("accelerate"):
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
       folder, options = path.parent, {"gguf_file": path.name}
