@@ -472,6 +472,10 @@ def _parser() -> argparse.ArgumentParser:
     "--config.NAME=VALUE",
   )
   sub.add_argument("--forms", default="baseline,norm,taper,scale")
+  sub.add_argument(
+    "--peers",
+    help="steps of PyTorch beside baseline: torch, torch-compile or both",
+  )
   measured(sub, "bench.json")
   text = "Start-up of train.py, tokenizing, and making batches."
   sub = kinds.add_parser("start", help=text, description=text)
@@ -948,12 +952,7 @@ def _bench_peers(args: argparse.Namespace) -> dict[str, Any]:
 
   _at_least_one(args, "prompt", "new", "repeats")
   names = _chosen(args, "forms", bench.FORMS)
-  if "baseline" not in names:
-    raise UserError(
-      f"--forms={args.forms} lacks baseline, which the others are compared "
-      "with; add it"
-    )
-  peers = _chosen(args, "peers", lib.PEERS)
+  peers = _chosen_peers(args, names, lib.PEERS)
   batches = _whole_numbers(args, "batch")
   params, config, c = _bench_subject(args, args.prompt)
   forms = bench.make_forms(params, config, c, names)
@@ -1024,17 +1023,22 @@ def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:
 
 def _bench_train(args: argparse.Namespace) -> dict[str, Any]:
   from taperjax import metrics
-  from taperjax.bench import roofline, train as bench
+  from taperjax.bench import roofline, torch_step, train as bench
   from taperjax.summary import write_json
 
   _at_least_one(args, "repeats")
   names = _chosen(args, "forms", bench.FORMS)
+  peers = []
+  if args.peers is not None:
+    peers = _chosen_peers(args, names, torch_step.PEERS)
   fields = load_config(args.config)
   _set_fields(fields, args.config, args.fields)
   forms = bench.make_forms(fields, names, _whole_config)
   out = _bench_folder(args)
   with metrics.Progress(args.repeats + 1, 0) as progress:
-    found = bench.run(forms, repeats=args.repeats, progress=progress.update)
+    found = bench.run(
+      forms, peers, repeats=args.repeats, progress=progress.update
+    )
   result = {"config": args.config, "cores": roofline.cores(), **found}
   if out is not None:
     write_json(out / "bench.json", result)
@@ -1102,23 +1106,30 @@ def _print_bench_train(found: dict[str, Any]) -> None:
   from taperjax.bench import stats
 
   table = Table(
-    caption="above 1, the phase is slower; 95 percent of the median ratio"
+    caption="above 1, slower than baseline; 95 percent of the median ratio"
   )
-  for name in ("form", "tok/s", "ms/step (quartiles)", "over baseline", "MB"):
-    table.add_column(name, justify="left" if name == "form" else "right")
-  for name, form in found["forms"].items():
+  for name in (
+    "step", "tok/s", "ms/step (quartiles)", "over baseline", "GFLOP/s", "MB"
+  ):
+    table.add_column(name, justify="left" if name == "step" else "right")
+  for name, form in (found["forms"] | found["peers"]).items():
     time, ratio = form["ms_per_step"], found["ratios"].get(f"{name}/baseline")
+    memory = form.get("temporary_bytes")
     table.add_row(
       name, f"{form['tokens_per_s']:,.0f}",
       f"{time['median']:.4g} ({time['q1']:.4g} to {time['q3']:.4g})",
       "" if ratio is None else Text(stats.ratio_text(ratio)),
-      f"{form['temporary_bytes'] / 1e6:,.0f}",
+      f"{form['model_flops_per_s'] / 1e9:,.4g}",
+      "" if memory is None else f"{memory / 1e6:,.0f}",
     )
   print(_sheet(table), end="")
   print(
     f"{found['batch']} windows of {found['context_len']} tokens, "
     f"{found['dtype']}, {found['repeats']} rounds; MB: temporary memory"
   )
+  versions = {name: peer["version"] for name, peer in found["peers"].items()}
+  for name, text in (versions | found["missing"]).items():
+    print(f"{name}: {text}")
 
 
 def _whole_numbers(args: argparse.Namespace, flag: str) -> list[int]:
@@ -1141,6 +1152,16 @@ def _chosen(args: argparse.Namespace, flag: str, known) -> list[str]:
   raise UserError(
     f"--{flag}={text} must be of {', '.join(known)}, each once"
   )
+
+
+def _chosen_peers(args: argparse.Namespace, forms, known) -> list[str]:
+  """The names of --peers, which need a form to be compared with."""
+  if "baseline" not in forms:
+    raise UserError(
+      f"--forms={args.forms} lacks baseline, which the others are compared "
+      "with; add it"
+    )
+  return _chosen(args, "peers", known)
 
 
 def _print_bench(found: dict[str, Any]) -> None:

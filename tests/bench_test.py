@@ -4,6 +4,7 @@ No test compares times: the machine of a test run is nobody's in particular.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -23,6 +24,7 @@ from taperjax.bench import (
   sheet,
   start,
   stats,
+  torch_step,
   train,
 )
 from taperjax.errors import UserError
@@ -337,6 +339,139 @@ def test_a_tiny_bench_of_training_through_the_command_line(run, tmp_path):
   )
   assert "scale" in text and "norm" not in text
   assert max(map(len, text.splitlines())) <= 80
+
+
+GPT2 = {
+  "norm": "layer",
+  "model__positions": "learned",
+  "model__mlp": "gelu_tanh",
+  "model__biases": ("q", "k", "v", "o", "up", "down"),
+}
+
+
+@pytest.mark.parametrize("changes", [{}, GPT2], ids=["llama", "gpt2"])
+def test_torch_takes_the_same_steps(changes):
+  """Weights, batch, loss, clipping, decay and rates are those of baseline."""
+  pytest.importorskip("transformers")
+  config = baseline_config(
+    optimizer__clip_norm=0.1, optimizer__weight_decay=0.5, batch_size=4,
+    **changes,
+  )
+  ours = train.Timer(config, "baseline")
+  params = jax.device_get(ours.state.params)
+
+  def losses(timer, steps):
+    for _ in range(steps):
+      timer.seconds()
+      yield timer.loss
+
+  want = [*losses(ours, 6)]
+  assert want[0] == ours.first_loss
+  assert want[0] - want[-1] > 0.01  # it learns
+  for parts in (1, 2):  # of the batch
+    changed = dataclasses.replace(config, micro_batches=parts)
+    opened = torch_step.open_timer("torch", changed, params, ours.tokens_BL1)
+    with opened as timer:
+      got = [timer.first_loss, *losses(timer, 5)]
+      assert timer.network.config._attn_implementation == "sdpa"
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def baseline_config(**changes):
+  fields = config_dict.ConfigDict(runs.fields(**changes))
+  return train.make_forms(fields, ["baseline"], read)["baseline"]
+
+
+def test_a_tiny_bench_of_torch_steps_through_the_command_line(
+  run, tmp_path, monkeypatch
+):
+  """Both programs with the figures of ours; compiled only by name here."""
+  torch = pytest.importorskip("torch")
+  pytest.importorskip("transformers")
+  compiled = []
+
+  def compile(function, *, dynamic):
+    compiled.append(function)
+    return function
+
+  monkeypatch.setattr(torch, "compile", compile)
+  (tmp_path / "tiny.py").write_text(TRAIN)
+  out = tmp_path / "bench"
+  text = run(
+    "bench", "train", tmp_path / "tiny.py", "--forms", "baseline", "--peers",
+    "torch,torch-compile", "--repeats", 6, "--out", out,
+  )
+  assert "torch-compile: transformers" in text
+  assert max(map(len, text.splitlines()[:-3])) <= 80
+  found = json.loads((out / "bench.json").read_text())
+  assert len(compiled) == 1 and found["missing"] == {}
+  assert list(found["peers"]) == ["torch", "torch-compile"]
+  base = found["forms"]["baseline"]
+  for row in [base, *found["peers"].values()]:
+    time = row["ms_per_step"]
+    assert 0 < time["q1"] <= time["median"] <= time["q3"]
+    tokens = found["batch"] * found["context_len"]
+    steps = 1e3 / time["median"]
+    assert row["tokens_per_s"] == pytest.approx(tokens * steps)
+    flops = found["model_flops"] * steps
+    assert row["model_flops_per_s"] == pytest.approx(flops)
+    assert row["first_loss"] == pytest.approx(base["first_loss"], abs=1e-4)
+  for row in found["peers"].values():
+    assert row["first_step_s"] > 0 and "torch 2" in row["version"]
+  assert list(found["ratios"]) == ["torch/baseline", "torch-compile/baseline"]
+
+
+class NoTimer:
+  """In place of `train.Timer`, where nothing shall be compiled."""
+
+  compile_s = first_loss = 1.0
+  tokens_BL1 = np.zeros((3, 25), np.int32)
+
+  def __init__(self, config, form):
+    params = tiny.params(config.model)
+    self.state = types.SimpleNamespace(params=params)
+
+  def seconds(self):
+    return 1.0
+
+  def temporary_bytes(self):
+    return 1
+
+
+@pytest.mark.parametrize(
+  ("changes", "why"),
+  [
+    ({"model__remat": True}, "model.remat=True: torch has the plain step of "
+     "one device; leave it at False"),
+    ({"mesh__data": 3}, "mesh.data=3: torch has the plain step of one device; "
+     "leave it at 1"),
+    ({"model__biases": ("up",)}, "biases=['up']: a Llama layout holds those of "
+     "q, k, v; or of q, k, v, o; of gate, up, down; or of both; choose another "
+     "format"),
+    ({}, "torch is not installed"),
+  ],
+)
+def test_steps_that_torch_cannot_take_are_told_in_one_line(
+  changes, why, monkeypatch
+):
+  """Without the package, or where a plain step is not the same work."""
+  monkeypatch.setattr(train, "Timer", NoTimer)
+  monkeypatch.setitem(sys.modules, "torch", None)
+  forms = {"baseline": baseline_config(**changes)}
+  found = train.run(forms, ["torch"], repeats=2)
+  assert found["missing"] == {"torch": why}
+  assert found["peers"] == {} == found["ratios"]
+
+
+def test_torch_is_compared_with_the_baseline(fails, tmp_path):
+  (tmp_path / "tiny.py").write_text(TRAIN)
+  command = ("bench", "train", tmp_path / "tiny.py")
+  assert "--forms=norm lacks baseline" in fails(
+    *command, "--forms", "norm", "--peers", "torch"
+  )
+  assert "--peers=x must be of torch, torch-compile, each once" in fails(
+    *command, "--peers", "x"
+  )
 
 
 def test_a_tiny_bench_of_the_start_through_the_command_line(run, tmp_path):

@@ -1,7 +1,11 @@
-"""Times of a train step: the untapered model and the three phases, in turn."""
+"""Times of a train step: the untapered model and the three phases, in turn.
+
+Steps of PyTorch may be timed with them, of the untapered model.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +17,15 @@ import numpy as np
 
 from taperjax import (
   gate as gate_lib,
+  planning,
   sharding,
   state as state_lib,
   step as step_lib,
 )
-from taperjax.bench import stats
+from taperjax.bench import stats, torch_step
 from taperjax.config import Config
 from taperjax.errors import UserError
+from taperjax.interop import verify
 
 _PHASES = {
   "baseline": gate_lib.NORM, "norm": gate_lib.NORM, "taper": gate_lib.TAPER,
@@ -62,6 +68,10 @@ class Timer:
   """A compiled step with a state of its own, in the middle of its phase.
 
   The weights are random, also where the run would start from a checkpoint.
+
+  Attributes:
+    loss: cross-entropy of the last step, before its update; None before.
+    first_loss: that of the first.
   """
 
   def __init__(self, config: Config, form: str):
@@ -70,6 +80,7 @@ class Timer:
     rng = np.random.default_rng(0)
     vocab_size = config.model.vocab_size
     tokens = rng.integers(0, vocab_size, (shape[0], shape[1] + 1), np.int32)
+    self.tokens_BL1 = tokens
     self.batch = (tokens, np.ones(shape, np.float32))
     if mesh is None:
       self.batch = jax.device_put(self.batch)
@@ -98,6 +109,7 @@ class Timer:
     self.step = step.lower(state, *self.batch).compile()
     self.compile_s = time.perf_counter() - begin
     self.state = state
+    self.first_loss = self.loss = None
 
   def seconds(self) -> float:
     """Of one step, to the end of all it computes."""
@@ -106,7 +118,11 @@ class Timer:
     begin = time.perf_counter()
     self.state, metrics = self.step(state, *self.batch)
     jax.block_until_ready((self.state, metrics))
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    self.loss = float(metrics["loss"])
+    if self.first_loss is None:
+      self.first_loss = self.loss
+    return seconds
 
   def temporary_bytes(self) -> int:
     """What the compiled step needs beside its arguments and results."""
@@ -115,6 +131,7 @@ class Timer:
 
 def run(
   forms: dict[str, Config],
+  peers: Sequence[str] = (),
   *,
   repeats: int,
   progress: Callable[[int], None] = lambda done: None,
@@ -122,44 +139,76 @@ def run(
   """Compiles every form, then times one step of each in turn.
 
   Args:
-    forms: from `make_forms`.
+    forms: from `make_forms`; `baseline` among them where there are peers.
+    peers: of `torch_step.PEERS`, with the weights and the batch of `baseline`.
     repeats: timed rounds; one more warms up.
     progress: told how many rounds of repeats + 1 are done.
 
   Returns:
-    batch, context_len, dtype, repeats; `forms`: per name ms_per_step
-    {median, q1, q3}, tokens_per_s, compile_s and temporary_bytes; `ratios`: per
-    `form/baseline` as `stats.paired_ratio`, above 1 where the phase is slower.
+    batch, context_len, dtype, repeats; model_flops of a step, as
+    `planning.model_flops`; `forms`: per name ms_per_step {median, q1, q3},
+    tokens_per_s, model_flops_per_s, first_loss in nats, compile_s and
+    temporary_bytes; `peers`: the like, with first_step_s and version in place
+    of the last two; `ratios`: per `form/baseline` and `peer/baseline` as
+    `stats.paired_ratio`, above 1 where the first is slower; `missing`: why a
+    peer is not there.
   """
-  timers = {name: Timer(config, name) for name, config in forms.items()}
-  seconds = {name: [] for name in timers}
-  for i in range(repeats + 1):
-    for name, timer in timers.items():
-      taken = timer.seconds()
-      if i:
-        seconds[name].append(taken)
-    progress(i + 1)
+  timers: dict[str, Any] = {
+    name: Timer(config, name) for name, config in forms.items()
+  }
+  missing: dict[str, str] = {}
+  with contextlib.ExitStack() as stack:
+    for name in peers:
+      base = timers["baseline"]
+      try:
+        timers[name] = stack.enter_context(
+          torch_step.open_timer(
+            name, forms["baseline"], jax.device_get(base.state.params),
+            base.tokens_BL1,
+          )
+        )
+      except (verify.Missing, UserError, RuntimeError) as error:
+        # Not installed, not for such a run, or a fault of its compiler.
+        missing[name] = str(error).strip().partition("\n")[0]
+    seconds = {name: [] for name in timers}
+    for i in range(repeats + 1):
+      for name, timer in timers.items():
+        taken = timer.seconds()
+        if i:
+          seconds[name].append(taken)
+      progress(i + 1)
   config = next(iter(forms.values()))
-  tokens = config.batch_size * config.context_len
+  flops = planning.model_flops(config)
   found = {}
   for name, timer in timers.items():
     ms = stats.spread([1e3 * x for x in seconds[name]])
     found[name] = {
       "ms_per_step": ms,
-      "tokens_per_s": tokens * 1e3 / ms["median"],
-      "compile_s": timer.compile_s,
-      "temporary_bytes": timer.temporary_bytes(),
+      "tokens_per_s": (
+        config.batch_size * config.context_len * 1e3 / ms["median"]
+      ),
+      "model_flops_per_s": flops * 1e3 / ms["median"],
+      "first_loss": timer.first_loss,
     }
+    if name in forms:
+      found[name]["compile_s"] = timer.compile_s
+      found[name]["temporary_bytes"] = timer.temporary_bytes()
+    else:
+      found[name]["first_step_s"] = timer.first_step_s
+      found[name]["version"] = timer.version
   base = seconds.get("baseline")
   return {
     "batch": config.batch_size,
     "context_len": config.context_len,
     "dtype": config.compute_dtype,
     "repeats": repeats,
-    "forms": found,
+    "model_flops": flops,
+    "forms": {name: found[name] for name in forms},
+    "peers": {name: row for name, row in found.items() if name not in forms},
     "ratios": {} if base is None else {
       f"{name}/baseline": stats.paired_ratio(times, base)
       for name, times in seconds.items()
       if name != "baseline"
     },
+    "missing": missing,
   }
