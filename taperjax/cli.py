@@ -1005,9 +1005,13 @@ def _print_peers(found: dict[str, Any]) -> None:
   print(_sheet(speed, *([ratios] if ratios.rows else [])), end="")
   last = found["rows"][-1]
   versions = {n: p["version"] for n, p in last["programs"].items()}
-  print()
-  for name, text in (versions | last["missing"]).items():
-    print(f"- {name}: {text}")
+  _print_notes(versions | last["missing"])
+
+
+def _print_notes(notes: dict[str, str]) -> None:
+  """A Markdown list below a table, if there are any."""
+  for i, (name, text) in enumerate(notes.items()):
+    print("\n" * (i == 0) + f"- {name}: {text}")
 
 
 def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:
@@ -1128,8 +1132,7 @@ def _print_bench_train(found: dict[str, Any]) -> None:
     f"{found['dtype']}, {found['repeats']} rounds; MB: temporary memory"
   )
   versions = {name: peer["version"] for name, peer in found["peers"].items()}
-  for name, text in (versions | found["missing"]).items():
-    print(f"{name}: {text}")
+  _print_notes(versions | found["missing"])
 
 
 def _whole_numbers(args: argparse.Namespace, flag: str) -> list[int]:

@@ -510,14 +510,16 @@ def test_all_measurements_go_into_one_file(tmp_path, monkeypatch, capsys):
   ))
   sections = sheet.commands(("1m",), "a b.py", ["--config.steps=3"], 5)
   codes = sheet.run(sections, tmp_path)
-  assert list(codes) == ["decode-1m", "length-1m", "peers-1m", "train", "start"]
+  assert list(codes) == [
+    "decode-1m", "length-1m", "peers-1m", "train", "torch", "start"
+  ]
   assert [code for code in codes.values() if code] == [codes["start"]] == [2]
   text = (tmp_path / "benchmarks.md").read_text()
-  assert text.count("\n## ") == 5 and text.count("|---|---|") == 5
+  assert text.count("\n## ") == text.count("|---|---|") == 6
   assert "taperjax bench train 'a b.py' --repeats=5 --config.steps=3" in text
   assert text.count("Exit code") == 1 and "Exit code 2: no room" in text
   assert "somewhere" not in text and str(tmp_path) not in text
-  assert "5/5 start" in capsys.readouterr().err
+  assert "6/6 start" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_sheet_are_understood():

@@ -45,8 +45,15 @@ def commands(
       "decode", *of, "--batch=1", "--prompt=64,128,256,448", "--new=32",
       "--dtype=float32",
     ]
-    found[f"peers-{shape}"] = ["peers", *of, "--batch=1,16"]
+    found[f"peers-{shape}"] = [
+      "peers", *of, "--batch=1,16",
+      "--peers=jax,transformers,transformers-static,llama.cpp",
+    ]
   found["train"] = ["train", config, *rounds, *fields]
+  found["torch"] = [
+    "train", config, "--forms=baseline", "--peers=torch,torch-compile",
+    *rounds, *fields,
+  ]
   found["start"] = ["start", config, *rounds, *fields]
   return found
 
