@@ -20,6 +20,7 @@ from taperjax import (
   evaluation,
   fakeln,
   folding,
+  int8,
   model as model_lib,
   probing,
   step as step_lib,
@@ -36,6 +37,7 @@ MAX_NEW = 200  # tokens, where nobody says how many
 __all__ = [
   "Model",
   "apply",
+  "as_int8",
   "calibrate",
   "evaluate",
   "evaluate_tails",
@@ -237,6 +239,16 @@ def fold(model: Model) -> Model:
   return model.replace(params=params, config=config)
 
 
+def as_int8(model: Model) -> Model:
+  """The model as int8 decoding sees it, in floats: to measure its loss.
+
+  Raises:
+    UserError: the middle of a FakeLN run, which has no int8 decoding.
+  """
+  int8.check("int8", model.config)
+  return model.replace(params=int8.rounded(model.params, model.config))
+
+
 def generate(
   model: Model,
   prompts: Sequence[str],
@@ -248,6 +260,7 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
   window: bool = False,
+  weights: str = "float",
 ) -> list[str]:
   """Continuations of texts, without the prompts; stops at end of text.
 
@@ -262,6 +275,7 @@ def generate(
     sampling=decode.Sampling(temperature, top_k, top_p),
     seed=seed,
     window=window,
+    weights=weights,
   )
   return [
     model.tokenizer.decode(row, continues=bool(prompt))
@@ -285,6 +299,7 @@ def generate_ids(
   sampling: decode.Sampling,
   seed: int = 0,
   window: bool = False,
+  weights: str = "float",
 ) -> list[list[int]]:
   """`generate` on token ids."""
   if max_new is None:
@@ -297,6 +312,7 @@ def generate_ids(
     sampling=sampling,
     seed=seed,
     window=window,
+    weights=weights,
     **_run_arguments(model, gate),
   )
 
@@ -310,6 +326,7 @@ def stream_ids(
   sampling: decode.Sampling,
   seed: int = 0,
   window: bool = False,
+  weights: str = "float",
 ) -> Iterator[list[int]]:
   """The same ids as `generate_ids` for one prompt, block by block."""
   if max_new is None:
@@ -322,6 +339,7 @@ def stream_ids(
     sampling=sampling,
     seed=seed,
     window=window,
+    weights=weights,
     **_run_arguments(model, gate),
   )
 

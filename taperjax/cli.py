@@ -328,6 +328,11 @@ def _parser() -> argparse.ArgumentParser:
     type=int,
     help="score only the first ones; default all of FILE, or those of the run",
   )
+  sub.add_argument(
+    "--int8",
+    action="store_true",
+    help="the loss with int8 weights, too",
+  )
 
   text = "Which norms are free to remove: the loss without each, and in order."
   sub = command("probe", _probe, text, where)
@@ -380,6 +385,9 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--seed", type=int, default=0, help="of the sampling")
   sub.add_argument(
     "--window", action="store_true", help="slide on past the context"
+  )
+  sub.add_argument(
+    "--int8", action="store_true", help="matrices of 8 bits with scales"
   )
 
   command(
@@ -444,7 +452,11 @@ def _parser() -> argparse.ArgumentParser:
   sub.add_argument("--batch", default="1,4,16,64", help="rows; 1,4,16,64")
   sub.add_argument("--prompt", default="128", help="tokens; 128, or a list")
   sub.add_argument("--new", type=int, default=256, help="tokens; 256")
-  sub.add_argument("--dtype", default="float32,bfloat16", help="computed in")
+  sub.add_argument(
+    "--dtype",
+    default="float32,bfloat16",
+    help="computed in; or int8 weights, computed in the model's dtype",
+  )
   sub.add_argument("--forms", default="baseline,unfused,folded")
   measured(sub, "bench.json, and the plot as PNG and SVG")
   text = "Decoding beside other programs, with the same weights."
@@ -623,6 +635,7 @@ def _eval_model(
 
   gate = api.check_gate(model, args.gate)
   shown = f", gate {gate:g}" if model.tapered else ""
+  eight_bits = api.as_int8(model) if args.int8 else None
   results = []
   for name, batches in _eval_texts(args, model):
     found = {"data": name}
@@ -632,11 +645,17 @@ def _eval_model(
     if model.calibrated and gate > 0.0:  # the paper evaluates at gate 0
       zero = api.evaluate_batches(model, batches(), gate=0.0)
       found["loss_g0"] = zero["loss"]
+    if args.int8:
+      eight = api.evaluate_batches(eight_bits, batches(), gate=args.gate)
+      found["loss_int8"] = eight["loss"]
     results.append(found)
     if not args.json:
       bits = found["bits_per_byte"]
       bits = "" if bits is None else f"  {bits:.4f} bits per byte"
       zero = f"  {found['loss_g0']:.4f} at gate 0" if "loss_g0" in found else ""
+      if args.int8:
+        more = found["loss_int8"] - found["loss"]
+        zero += f"  {found['loss_int8']:.4f} in int8 ({more:+.5f})"
       print(
         f"{label}{name}: {found['loss']:.4f} nats per token{bits}{zero}  "
         f"({found['tokens']:,} tokens{shown})"
@@ -1295,6 +1314,7 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
     "sampling": sampling,
     "seed": args.seed,
     "window": args.window,
+    "weights": "int8" if args.int8 else "float",
   }
   if len(prompts) == 1 and not args.json:
     return _stream(model, prompts[0], ids[0], options)

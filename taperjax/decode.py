@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import model, packing
+from taperjax import int8, model, packing
 from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
@@ -379,11 +379,19 @@ def _round_up(length: int) -> int:
   return -(-length // BUCKET) * BUCKET
 
 
-def _prepare(params, config: ModelConfig, gate, c) -> _Decoder:
+def _prepare(
+  params, config: ModelConfig, gate, c, weights: str = "float"
+) -> _Decoder:
+  """With int8 the prefill runs in floats, on the same rounded weights."""
+  int8.check(weights, config)
   params, config = model.unstack_layers(params, config)
   gate, c, fixed = _branch(config, gate, c)
   params = jax.tree.map(jnp.asarray, params)
-  packed = packing.pack(params, config) if packing.packs(config) else params
+  if weights == "int8":
+    params = int8.rounded(params, config)
+  packed = params
+  if packing.packs(config):
+    packed = packing.pack(params, config, weights)
   return _Decoder(params, packed, config, gate, c, fixed)
 
 
@@ -537,6 +545,7 @@ def generate(
   stop_ids: tuple[int, ...] = (),
   window: bool = False,
   first_row: int = 0,
+  weights: str = "float",
 ) -> list[list[int]]:
   """Continues every prompt by up to `max_new` tokens.
 
@@ -563,6 +572,8 @@ def generate(
       positions from 0 (a longer prompt is cut so at the start), and generation
       goes on. Works alike for RoPE and learned positions.
     first_row: row index of the first prompt, for its random keys.
+    weights: "float", or "int8" for matrices of 8 bits, see `int8`; all else
+      stays in the compute dtype. Not for a FakeLN run.
 
   Returns:
     The continuations, without prompts and stop tokens.
@@ -571,7 +582,7 @@ def generate(
     UserError: an argument out of its range, in one line.
   """
   _check(prompts, config, max_new, seed, stop_ids, first_row, window)
-  decoder = _prepare(params, config, gate, c)
+  decoder = _prepare(params, config, gate, c, weights)
   found = [[] for _ in prompts]
   for new in _blocks(
     decoder, prompts, max_new, sampling, seed, stop_ids, first_row, None
@@ -594,6 +605,7 @@ def generate_stream(
   stop_ids: tuple[int, ...] = (),
   window: bool = False,
   first_row: int = 0,
+  weights: str = "float",
   block: int = 16,
 ) -> Iterator[list[int]]:
   """As `generate` for one prompt, handing out `block` tokens at a time.
@@ -605,7 +617,7 @@ def generate_stream(
   _check(prompts, config, max_new, seed, stop_ids, first_row, window)
   if block < 1:
     raise UserError(f"block={block} must be at least 1, for example 16")
-  decoder = _prepare(params, config, gate, c)
+  decoder = _prepare(params, config, gate, c, weights)
   blocks = _blocks(
     decoder, prompts, max_new, sampling, seed, stop_ids, first_row, block
   )
@@ -626,13 +638,14 @@ class GreedyTimer:
   @classmethod
   def make(
     cls, params, config: ModelConfig, *, gate, c, batch_size: int,
-    prompt_len: int, new_tokens: int,
+    prompt_len: int, new_tokens: int, weights: str = "float",
   ) -> GreedyTimer:
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocab_size, (batch_size, prompt_len))
     prompts = prompts.tolist()
     _check(prompts, config, new_tokens, 0, (), 0, False)
-    return cls(_prepare(params, config, gate, c), prompts, new_tokens)
+    decoder = _prepare(params, config, gate, c, weights)
+    return cls(decoder, prompts, new_tokens)
 
   @property
   def batch_size(self) -> int:

@@ -7,9 +7,14 @@ cache of the loop holds (J, K, M): heads first and positions last, so that
 neither product of attention has to transpose it; and no axis of size 1, which
 XLA drops from a product by a bitcast, and copies the cache for it.
 
+With weights "int8" a matrix is kept as int8 with a scale for each output, see
+`int8`, and converted in the step: the product s (q x) is in the compute dtype.
+On a CPU it lies in P parts of outputs, each converted and multiplied while it
+is in the processor's cache; see `_scaled`.
+
 Axes: B rows, D width, H heads, G key/value heads, J = B G heads of all rows,
 R = H / G readers of each, K head size, M cache length, F outputs of a product,
-V vocabulary, N layers.
+P parts of them, V vocabulary, N layers.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from taperjax import attention, model, norms
+from taperjax import attention, int8, model, norms
 from taperjax.config import ModelConfig
+
+PART = 2**17  # weights of a part, about: half a megabyte in float32
 
 
 def packs(config: ModelConfig) -> bool:
@@ -29,25 +36,44 @@ def packs(config: ModelConfig) -> bool:
   return config.internal_norm != "fake"
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def pack(params: dict, config: ModelConfig) -> dict[str, Any]:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def pack(
+  params: dict, config: ModelConfig, weights: str = "float"
+) -> dict[str, Any]:
   """The weights of one step; the parameters are left as they are.
 
   Args:
     params: layers unstacked.
     config: of a model that `packs`.
+    weights: "float" or "int8".
 
   Returns:
     embed (V, D), position_embed (M, D) if learned, head {kernel (D, V), bias
     (V,)} and final_norm, if any; and a list of layers, each with its norms and
-    qkv, o, up and down {kernel (F, in), bias (F,)}.
+    qkv, o, up and down {kernel (F, in), bias (F,)}. With int8 these and the
+    head have an int8 kernel (P, F / P, in), rows of zeros behind its last, and
+    scale (F,), float32. A tied model then has no embed: the rows of the head
+    are looked up.
   """
   dtype = jnp.dtype(config.compute_dtype)
+
+  def matrix(kernel_FD):
+    if weights == "float":
+      return {"kernel": kernel_FD.astype(dtype)}
+    kernel_FD, scale_F1 = int8.quantize(kernel_FD, (1,))
+    outputs, inputs = kernel_FD.shape
+    parts = 1
+    if jax.default_backend() == "cpu":
+      parts = -(-kernel_FD.size // PART)
+    size = -(-outputs // parts)
+    kernel_FD = jnp.pad(kernel_FD, ((0, parts * size - outputs), (0, 0)))
+    kernel_PFD = kernel_FD.reshape(parts, size, inputs)
+    return {"kernel": kernel_PFD, "scale": scale_F1[:, 0]}
 
   def rows(*linears, inputs):
     """(in, out) kernels side by side, as one (out, in)."""
     kernels = [x["kernel"].reshape(inputs, -1).T for x in linears]
-    packed = {"kernel": jnp.concatenate(kernels).astype(dtype)}
+    packed = matrix(jnp.concatenate(kernels))
     if any("bias" in x for x in linears):
       packed["bias"] = jnp.concatenate([
         x["bias"].reshape(-1) if "bias" in x
@@ -70,15 +96,19 @@ def pack(params: dict, config: ModelConfig) -> dict[str, Any]:
       "down": rows(mlp["down"], inputs=config.mlp_dim),
     })
   kernel_DV, bias_V = model.head_weights(params, config)
-  head = {"kernel": kernel_DV.astype(dtype)}
+  if weights == "float":
+    head = {"kernel": kernel_DV.astype(dtype)}
+  else:
+    head = matrix(kernel_DV.T)
   if bias_V is not None:
     head["bias"] = bias_V.astype(jnp.float32)
   packed = {
-    "embed": params["embed"]["embedding"].astype(dtype),
     "layers": layers,
     "final_norm": params.get("final_norm"),
     "head": head,
   }
+  if weights == "float" or not config.tied:
+    packed["embed"] = params["embed"]["embedding"].astype(dtype)
   if config.positions == "learned":
     table_MD = params["position_embed"]["embedding"]
     packed["position_embed"] = table_MD.astype(dtype)
@@ -154,7 +184,7 @@ def step(
     module = norms.Norm(cfg.norm, modes[site], cfg.norm_eps, phase)
     return module.apply({"params": gains or {}}, h_B1D, gate, c[site], None)[0]
 
-  h_B1D = packed["embed"][token_B][:, None]
+  h_B1D = _look_up(packed, token_B, jnp.dtype(cfg.compute_dtype))[:, None]
   if cfg.positions == "learned":
     h_B1D = h_B1D + packed["position_embed"][position_B][:, None]
   turn = _rotation(cfg, position_B)
@@ -173,21 +203,60 @@ def step(
     x_B1D = norm(layer["mlp_norm"], 2 * n + 1, h_B1D)
     h_B1D = h_B1D + _mlp(layer, cfg, x_B1D[:, 0])[:, None]
   h_B1D = norm(packed["final_norm"], 2 * cfg.num_layers, h_B1D)
-  logits_BV = jnp.dot(
-    h_B1D[:, 0], packed["head"]["kernel"],
-    preferred_element_type=jnp.float32,
-  )
+  if "scale" in packed["head"]:
+    logits_BV = _scaled(h_B1D[:, 0], packed["head"])
+  else:
+    logits_BV = jnp.dot(
+      h_B1D[:, 0], packed["head"]["kernel"],
+      preferred_element_type=jnp.float32,
+    )
   if "bias" in packed["head"]:
     logits_BV = logits_BV + packed["head"]["bias"][None, :]
   return logits_BV, tuple(caches)
 
 
+def _look_up(packed, token_B, dtype):
+  if "embed" in packed:
+    return packed["embed"][token_B]
+  kernel_PFD, scale_V = packed["head"]["kernel"], packed["head"]["scale"]
+  kernel_VD = kernel_PFD.reshape(-1, kernel_PFD.shape[-1])
+  h_BD = kernel_VD[token_B].astype(jnp.float32) * scale_V[token_B][:, None]
+  return h_BD.astype(dtype)
+
+
 def _linear(x_BD, linear):
-  y_BF = jax.lax.dot_general(
-    x_BD, linear["kernel"], (((1,), (1,)), ((), ())),
-    preferred_element_type=x_BD.dtype,
-  )
+  if "scale" in linear:
+    y_BF = _scaled(x_BD, linear).astype(x_BD.dtype)
+  else:
+    y_BF = _dot(x_BD, linear["kernel"], x_BD.dtype)
   return y_BF + linear["bias"][None, :] if "bias" in linear else y_BF
+
+
+def _dot(x_BD, kernel_FD, dtype):
+  return jax.lax.dot_general(
+    x_BD, kernel_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype
+  )
+
+
+def _scaled(x_BD, linear):
+  """s (q x), float32; the integers are exact in any compute dtype.
+
+  XLA would take the conversion of a whole matrix out of the decoding loop, and
+  keep a copy of all weights in the compute dtype. A loop over parts prevents
+  it, and its parts stay in the cache of a processor; a single part is tied to
+  the step by a barrier.
+  """
+  kernel_PFD, scale_F = linear["kernel"], linear["scale"]
+
+  def product(x_BD, kernel_FD):
+    return _dot(x_BD, kernel_FD.astype(x_BD.dtype), jnp.float32)
+
+  if len(kernel_PFD) == 1:
+    y_BF = product(*jax.lax.optimization_barrier((x_BD, kernel_PFD[0])))
+  else:
+    y_PBF = jax.lax.map(functools.partial(product, x_BD), kernel_PFD)
+    y_BF = jnp.moveaxis(y_PBF, 0, 1).reshape(len(x_BD), -1)
+  return y_BF[:, : len(scale_F)] * scale_F[None, :]
 
 
 def _rotation(cfg, position_B):

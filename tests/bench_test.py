@@ -218,6 +218,25 @@ def test_a_tiny_bench_through_the_command_line(run, small, tmp_path):
   assert max(map(len, text.splitlines()[:-1])) <= 80  # the last names a folder
 
 
+def test_int8_weights_are_timed_and_their_bytes_counted(run, small):
+  """One byte for each weight of a matrix, and a scale for each output."""
+  rows = run(
+    "bench", "decode", "--shape", "1m", "--batch", "1", "--prompt", "4,8",
+    "--new", 16, "--dtype", "float32,int8", "--forms", "folded", "--repeats",
+    1, "--json",
+  )["rows"]
+  assert [row["dtype"] for row in rows] == ["float32"] * 2 + ["int8"] * 2
+  moved = [row["forms"]["folded"]["bytes_per_step"] for row in rows]
+  params, config, *_ = forms()["folded"]
+  matrices = sum(
+    x.size for path, x in jax.tree_util.tree_leaves_with_path(params)
+    if path[-1].key == "kernel"
+  )
+  outputs = N * (4 * 4 + 8 + 2 * 20 + 8) + config.vocab_size
+  for plain, eight in zip(moved[:2], moved[2:], strict=True):
+    assert plain - eight == 3 * matrices - 4 * outputs
+
+
 def test_a_tiny_bench_of_peers_through_the_command_line(
   run, small, tmp_path, monkeypatch
 ):
@@ -576,7 +595,7 @@ def test_runs_without_phases_are_not_timed(changes, message):
 
 MISTAKES = [
   (("--batch", "0"), "--batch=0 must be whole numbers from 1; for example"),
-  (("--dtype", "float16"), "--dtype=float16 must be of float32, bfloat16, e"),
+  (("--dtype", "float16"), "--dtype=float16 must be of float32, bfloat16, i"),
   (("--forms", "folded,folded"), "--forms=folded,folded must be of baseline,"),
   (("--repeats", "0"), "--repeats=0 must be 1 or more"),
   (("--shape", "2m"), "--shape=2m must be one of 1m, 3m, 9m, 30m, gpt2, lla"),

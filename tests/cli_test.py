@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 import taperjax
-from taperjax import api, checkpoint, cli
+from taperjax import api, checkpoint, cli, decode
 from taperjax.data import text
 from taperjax.errors import UserError
 from tests import runs
@@ -217,6 +217,20 @@ def test_eval_at_another_gate(run, tapered, texts):
   assert len(set(values)) == 3
 
 
+def test_eval_tells_the_loss_with_int8_weights(run, tapered, texts):
+  """Beside the plain one, at the same gate."""
+  arguments = ("eval", tapered, "--gate", 1, "--data", texts[0], "--int8")
+  [found] = run(*arguments, "--json")["results"]
+  model = taperjax.load(tapered)
+  [(_, batches)] = cli._eval_texts(
+    cli._parser().parse_args([*map(str, arguments)]), model
+  )
+  want = api.evaluate_batches(api.as_int8(model), batches(), gate=1)
+  assert found["loss_int8"] == pytest.approx(want["loss"], rel=1e-6)
+  assert 1e-7 < abs(found["loss_int8"] - found["loss"]) < 0.05
+  assert f"  {found['loss_int8']:.4f} in int8 (" in run(*arguments)
+
+
 def test_fold_writes_a_folder_and_folds_again_over_it(
   run, fails, tapered, tmp_path
 ):
@@ -350,6 +364,25 @@ def test_generate_takes_several_prompts_and_seeds(run, tapered):
     for seed in (0, 0, 1)
   )
   assert zero == again != one
+
+
+def test_generate_with_int8_weights(run, tapered, monkeypatch):
+  """Whole and streamed; what is asked for reaches the decoder."""
+  asked = []
+  prepare = decode._prepare
+  monkeypatch.setattr(
+    decode, "_prepare",
+    lambda *args: asked.append(args[-1]) or prepare(*args),
+  )
+  options = ("--prompt", "Once", "--temperature", 0, "--max-new", 6, "--int8")
+  found = run("generate", tapered, *options, "--json")
+  model = taperjax.load(tapered)
+  [want] = taperjax.generate(model, ["Once"], max_new=6, weights="int8")
+  assert found["text"] == want
+  assert run("generate", tapered, *options) == f"Once{want}\n"
+  assert asked == ["int8"] * 3
+  run("generate", tapered, *options[:-1], "--json")
+  assert asked.pop() == "float"
 
 
 def test_generate_goes_past_the_context_only_when_told(run, fails, tapered):

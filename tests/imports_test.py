@@ -20,7 +20,7 @@ ROWS = [
   {"sharding"},
   {
     "losses", "calibration", "attention", "optimizer", "data", "summary",
-    "evaluation", "lora", "fakeln",
+    "evaluation", "lora", "fakeln", "int8",
   },
   {"model", "workdir"},
   {"packing"},

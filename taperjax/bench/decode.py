@@ -22,8 +22,8 @@ from taperjax.data import files
 from taperjax.errors import UserError
 
 FORMS = ("baseline", "unfused", "folded")
-DTYPES = ("float32", "bfloat16")
-_STYLES = {"float32": "-", "bfloat16": "--"}
+DTYPES = ("float32", "bfloat16", "int8")
+_STYLES = {"float32": "-", "bfloat16": "--", "int8": ":"}
 _COLOURS = {"baseline": "#888", "unfused": "#4c78a8", "folded": "#f58518"}
 
 Form = tuple[dict, ModelConfig, float, Any]  # params, config, gate, c
@@ -114,7 +114,7 @@ def run(
   bandwidth: float,
   progress: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-  """One row for each compute dtype, batch size and prompt length.
+  """One row for each of the dtypes, batch sizes and prompt lengths.
 
   Every form is compiled and run once to warm up; then all are timed in turn,
   `repeats` times. A time is one compiled call that makes `new` tokens for each
@@ -122,7 +122,8 @@ def run(
 
   Args:
     forms: from `make_forms`.
-    batches: rows. dtypes: compute dtypes.
+    batches: rows. dtypes: compute dtypes; with "int8" the weights are, and the
+      compute dtype is the model's own.
     prompts: tokens. new: tokens.
     repeats: timed rounds.
     bandwidth: bytes a second, from `roofline.read_bandwidth`.
@@ -139,11 +140,8 @@ def run(
   rows, done = [], 0
   for dtype, batch, prompt in itertools.product(dtypes, batches, prompts):
     timers = {
-      name: decode.GreedyTimer.make(
-        params, config.replace(compute_dtype=dtype), gate=gate, c=c,
-        batch_size=batch, prompt_len=prompt, new_tokens=new,
-      )
-      for name, (params, config, gate, c) in forms.items()
+      name: _timer(form, dtype, batch, prompt, new)
+      for name, form in forms.items()
     }
     for timer in timers.values():
       timer.seconds()
@@ -165,6 +163,19 @@ def run(
       "ratios": _ratios(seconds),
     })
   return rows
+
+
+def _timer(form: Form, dtype, batch, prompt, new) -> decode.GreedyTimer:
+  params, config, gate, c = form
+  weights = "float"
+  if dtype == "int8":
+    weights = dtype
+  else:
+    config = config.replace(compute_dtype=dtype)
+  return decode.GreedyTimer.make(
+    params, config, gate=gate, c=c, batch_size=batch, prompt_len=prompt,
+    new_tokens=new, weights=weights,
+  )
 
 
 def _ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:

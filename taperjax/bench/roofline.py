@@ -69,8 +69,9 @@ def step_bytes(
 ) -> int:
   """Bytes that a step must move, on average over `new` steps.
 
-  Every weight once, of the embedding tables one row for each row of the batch,
-  and the filled part of the cache with the slot that is written.
+  Every weight once (int8 with its scales), of the embedding tables one row for
+  each row of the batch, and the filled part of the cache with the slot that is
+  written. Where the head is the embedding table too, it is read once.
   """
   leaves = jax.tree.leaves(packed)
   tables = [packed[k] for k in ("embed", "position_embed") if k in packed]
