@@ -39,7 +39,8 @@ def commands(
   for shape in shapes:
     of = ["--shape", shape, *rounds]
     found[f"decode-{shape}"] = [
-      "decode", *of, "--batch=1,16", "--prompt=128", "--new=64"
+      "decode", *of, "--batch=1,16", "--prompt=128", "--new=64",
+      "--dtype=float32,bfloat16,int8",
     ]
     found[f"length-{shape}"] = [
       "decode", *of, "--batch=1", "--prompt=64,128,256,448", "--new=32",
