@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
   "Model",
   "apply",
+  "as_int8",
   "calibrate",
   "evaluate",
   "evaluate_tails",

@@ -1113,12 +1113,14 @@ def _bench_all(args: argparse.Namespace) -> dict[str, Any]:
   out = _bench_folder(args)
   sections = sheet.commands(shapes, args.config, args.fields, args.repeats)
   codes = sheet.run(sections, out)
+  if failed := [name for name, code in codes.items() if code]:
+    raise UserError(
+      f"{', '.join(failed)} of {len(codes)} sections failed; "
+      f"{out / 'benchmarks.md'} says why, and holds the others"
+    )
   if not args.json:
-    failed = [name for name, code in codes.items() if code]
-    print(f"wrote {out}/benchmarks.md, {len(codes)} sections")
-    if failed:
-      print(f"failed: {', '.join(failed)}; the file says why")
-  return {"out": str(out), "codes": codes}
+    print(f"wrote {out / 'benchmarks.md'}, {len(codes)} sections")
+  return {"out": str(out), "sections": list(codes)}
 
 
 def _print_bench_train(found: dict[str, Any]) -> None:

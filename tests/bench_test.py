@@ -494,7 +494,7 @@ def test_torch_is_compared_with_the_baseline(fails, tmp_path):
 
 
 def test_a_tiny_bench_of_the_start_through_the_command_line(run, tmp_path):
-  """Every figure that is promised; with compiled programs it starts earlier."""
+  """Every figure that is promised, each above 0."""
   (tmp_path / "tiny.py").write_text(TRAIN)
   script = runs.REPOSITORY / "train.py"
   out = tmp_path / "bench"

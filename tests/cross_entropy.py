@@ -3,7 +3,8 @@
   python -m tests.cross_entropy CONFIG [--repeats=N] [--config.NAME=VALUE ...]
 
 Times both in turn and prints the temporary memory of each compiled step. With
---repeats=0 it compiles alone. The vocabulary is that of the config.
+--repeats=0 it compiles alone. CONFIG is of a baseline: its step is loss
+and update alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def main() -> None:
   args, fields = parser.parse_known_args()
   config = cli.load_config(args.config)
   cli._set_fields(config, args.config, fields)
-  both = timers(cli._whole_config(config))
+  config = cli._whole_config(config)
+  if config.taper_steps is not None or args.repeats < 0:
+    parser.error("give a baseline, and repeats from 0")
+  both = timers(config)
   for name, timer in both.items():
     megabytes = timer.temporary_bytes() / 1e6
     print(f"{name}: {megabytes:,.0f} MB of temporary memory")

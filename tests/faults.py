@@ -41,6 +41,7 @@ STAGES = (
 # Seconds within which a stage is killed; longer than most of them take.
 _WINDOW = {"checkpoint": 0.1, "fold": 1.5, "evaluation": 0.01}
 SAME, TOLD, LOST = "same", "told", "lost"
+LATE = "late"  # a run that had ended before its kill
 _CODES = {0: SAME, 2: TOLD}
 _TAPER = gate.TaperSteps(runs.START, runs.END, "cosine")
 
@@ -150,7 +151,9 @@ def again(root: pathlib.Path, workdir: pathlib.Path, **options) -> str:
 def kill_in(
   stage: str, root: pathlib.Path, workdir: pathlib.Path, rng: random.Random
 ) -> str | None:
-  """SIGKILL within a stage: the stage it really fell into, or None."""
+  """SIGKILL within a stage: the stage it really fell into, None between them,
+  or LATE after the end.
+  """
   read, write = os.pipe()
   number = child(root, workdir, pipe=write)
   os.close(write)
@@ -166,27 +169,32 @@ def kill_in(
         break
     with contextlib.suppress(ProcessLookupError):
       os.kill(number, signal.SIGKILL)
-    os.waitpid(number, 0)
+    _, status = os.waitpid(number, 0)
     for line in marks:  # what it had told before it died
       now = line.strip()
+  if not os.WIFSIGNALED(status):
+    return LATE
   return now if now in STAGES else None
 
 
 def kills(
   root: pathlib.Path, count: int, each: bool, rng: random.Random
 ) -> Iterator:
-  """(fault, outcome) of at least `count` kills, as many in each stage.
+  """(fault, outcome) of at least `count` kills, aimed at each stage in turn.
 
-  With `each`, a kill that missed its stage is tried twice more; all count where
-  they fell.
+  All count where they fell. With `each`, one that missed its stage is tried
+  twice more; one that came after the end is so in any case, and is no kill.
   """
   for i in range(count):
     stage = STAGES[i % len(STAGES)]
-    for attempt in range(3 if each else 1):
+    for attempt in range(3):
       workdir = root / f"kill{i}-{attempt}"
       fell = kill_in(stage, root, workdir, rng)
-      yield f"SIGKILL, {fell or 'between stages'}", again(root, workdir)
-      if fell == stage:
+      fault = f"SIGKILL, {fell or 'between stages'}"
+      if fell == LATE:
+        fault = "ended before its SIGKILL"
+      yield fault, again(root, workdir)
+      if fell == stage or (fell != LATE and not each):
         break
 
 

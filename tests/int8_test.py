@@ -10,7 +10,7 @@ import pytest
 from taperjax import api, decode, folding, hlo, int8, model, packing
 from taperjax.bench import roofline
 from taperjax.errors import UserError
-from tests import decode_test, packing_test
+from tests import decode_test, folding_test, packing_test
 
 B, M, PROMPTS = packing_test.B, packing_test.M, decode_test.PROMPTS
 # Tied and untied, scanned and not, with biases and without.
@@ -204,8 +204,8 @@ def test_gains_that_are_folded_in_make_the_error_larger(spread, low, high):
 
 def test_the_factor_c_of_a_folded_norm_costs_nothing():
   """Rounding, then folding one number: the same as the other way around."""
-  params, config, c = decode_test.tiny("rms")
-  params, config = model.unstack_layers(params, config)
+  _, config, c = decode_test.tiny("rms")
+  params = folding_test.random_params(config)  # its own, for it is changed
   for n in range(config.num_layers):
     for norm in ("attn_norm", "mlp_norm"):
       scale = params[f"block_{n}"][norm]["taper_scale"]

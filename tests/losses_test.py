@@ -105,7 +105,9 @@ def test_bfloat16_inputs_keep_a_float32_loss():
   h, kernel, bias, target, weight = draw(jnp.bfloat16)
   nll, norm = losses.token_cross_entropy(h, kernel, bias, target, weight, 5)
   assert nll.dtype == norm.dtype == jnp.float32
-  expected = cross_entropy.whole(h, kernel, bias, target, weight)
+  expected = cross_entropy.whole(
+    h.astype(jnp.float32), kernel.astype(jnp.float32), bias, target, weight
+  )
   np.testing.assert_allclose((nll, norm), expected, rtol=1e-6)
 
   def ours(h, kernel):

@@ -117,8 +117,8 @@ def run(
   """One row for each of the dtypes, batch sizes and prompt lengths.
 
   Every form is compiled and run once to warm up; then all are timed in turn,
-  `repeats` times. A time is one compiled call that makes `new` tokens for each
-  row; the prefill is not in it.
+  `repeats` times. A time is that of the compiled loops, one for each length of
+  the cache, that make `new` tokens for each row; the prefill is not in it.
 
   Args:
     forms: from `make_forms`.
@@ -230,10 +230,9 @@ def _draw(rows, title) -> Any:
   speed, ratio = figure.subplots(1, 2)
   figure.suptitle(title)
   (_draw_lengths if len(_prompts(rows)) > 1 else _draw_batches)(speed, rows)
+  form = "{x:g}" if len(_prompts(rows)) > 1 else "{x:,.0f}"
   for which in ("major", "minor"):  # not powers: those are mathtext
-    getattr(speed.yaxis, f"set_{which}_formatter")(
-      StrMethodFormatter("{x:,g}")
-    )
+    getattr(speed.yaxis, f"set_{which}_formatter")(StrMethodFormatter(form))
   speed.legend(fontsize=8)
   labels = []
   for row in rows:
@@ -260,7 +259,9 @@ def _prompts(rows) -> list[int]:
 def _draw_batches(axes, rows) -> None:
   """Tokens a second over rows."""
   for dtype in dict.fromkeys(row["dtype"] for row in rows):
-    own = [row for row in rows if row["dtype"] == dtype]
+    own = sorted(
+      (row for row in rows if row["dtype"] == dtype), key=lambda r: r["batch"]
+    )
     for name in own[0]["forms"]:
       axes.plot(
         [row["batch"] for row in own],
@@ -279,7 +280,10 @@ def _draw_batches(axes, rows) -> None:
 def _draw_lengths(axes, rows) -> None:
   """Milliseconds of a step over the filled length of the cache."""
   for dtype, batch in dict.fromkeys((r["dtype"], r["batch"]) for r in rows):
-    own = [r for r in rows if (r["dtype"], r["batch"]) == (dtype, batch)]
+    own = sorted(
+      (r for r in rows if (r["dtype"], r["batch"]) == (dtype, batch)),
+      key=lambda r: r["prompt"],
+    )
     for name in own[0]["forms"]:
       axes.plot(
         [row["prompt"] + row["new"] / 2 for row in own],

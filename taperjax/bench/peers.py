@@ -79,7 +79,7 @@ def run(
           call()
         except (verify.Missing, UserError, RuntimeError) as error:
           # Not installed, not for such a model, or a fault of its compiler.
-          missing[name] = str(error).strip().partition("\n")[0]
+          missing[name] = verify.one_line(error)
         else:
           calls[name], versions[name] = call, version
       found, seconds = {}, {name: [] for name in calls}
@@ -164,17 +164,22 @@ def _transformers(
     folder = pathlib.Path(name)
     hf_files.write_folder(folder, tensors, hf_config, "float32")
     with verify.hf_model(folder, remote_code=False) as (torch, network):
+      gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
+      network = network.to("cuda" if gpu else "cpu")
       if static:
         network.forward = torch.compile(network.forward, dynamic=False)
-      tokens = torch.tensor(tokens_BP, dtype=torch.long)
+      tokens = torch.tensor(
+        tokens_BP, dtype=torch.long, device=network.device
+      )
       ones = torch.ones_like(tokens)
 
       def call():
         out = network.generate(tokens, attention_mask=ones, **options)
-        return out[:, tokens.shape[1] :].numpy()
+        return out[:, tokens.shape[1] :].cpu().numpy()
 
       versions = f"{verify.version('transformers')}, {verify.version('torch')}"
-      yield call, f"{versions}, {torch.get_num_threads()} threads"
+      where = "cuda" if gpu else f"{torch.get_num_threads()} threads"
+      yield call, f"{versions}, {where}"
 
 
 @contextlib.contextmanager
@@ -187,10 +192,12 @@ def _llama_cpp(form, tokens_BP, new) -> Iterator[tuple[Call, str]]:
   config = config.replace(internal_norm="norm", final_norm="norm")
   rows, length = tokens_BP.shape
   threads = roofline.cores()
-  # It takes the warnings of llama.cpp for errors; what fails here is told.
-  logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
   lib.llama_backend_init()
   with contextlib.ExitStack() as stack:
+    # It takes the warnings of llama.cpp for errors; what fails here is told.
+    logger = logging.getLogger("llama-cpp-python")
+    stack.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.CRITICAL)
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     path = pathlib.Path(folder) / "model.gguf"
     # Only ids go in and come out: any vocabulary that fits will do.

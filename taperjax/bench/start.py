@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from taperjax import data as data_lib, workdir as workdir_lib
+from taperjax import data as data_lib, saved, workdir as workdir_lib
 from taperjax.bench import train
 from taperjax.config import Config
 from taperjax.data import windows
@@ -89,17 +89,26 @@ def run(
 
 def _help_seconds(script: str) -> float:
   begin = time.perf_counter()
-  subprocess.run(
+  done = subprocess.run(
     [sys.executable, script, "--help"], check=False, capture_output=True
   )
-  return time.perf_counter() - begin
+  seconds = time.perf_counter() - begin
+  if b"--config" not in done.stdout + done.stderr:  # its exit code is 1
+    raise UserError(
+      f"--script={script} --help names no --config; give train.py of a clone"
+    )
+  return seconds
 
 
-def _tokenize(config: Config, folder) -> tuple[data_lib.Data, float]:
+def _tokenize(
+  config: Config, folder: pathlib.Path
+) -> tuple[data_lib.Data, float]:
   """The data of a run, and bytes a second of its training text, made twice."""
-  data = config.data
+  data, tokenizer = config.data, config.data.tokenizer
+  if tokenizer == "init":  # as a run resolves it
+    tokenizer = str(saved.tokenizer_folder(config.init.checkpoint))
   load = lambda: data_lib.load_data(
-    train=data.train, valid=data.valid, tokenizer=data.tokenizer,
+    train=data.train, valid=data.valid, tokenizer=tokenizer,
     vocab_size=data.vocab_size, folder=folder, seed=0,
     corpus_stories=data.corpus_stories, log=lambda line: None,
   )

@@ -169,7 +169,7 @@ def run(
         )
       except (verify.Missing, UserError, RuntimeError) as error:
         # Not installed, not for such a run, or a fault of its compiler.
-        missing[name] = str(error).strip().partition("\n")[0]
+        missing[name] = verify.one_line(error)
     seconds = {name: [] for name in timers}
     for i in range(repeats + 1):
       for name, timer in timers.items():

@@ -55,6 +55,11 @@ def needs(package: str) -> Iterator[None]:
     raise Missing(f"{package} is not installed") from error
 
 
+def one_line(error: BaseException) -> str:
+  """Why another program is not there, short enough for a table's note."""
+  return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def compare(want_BLV: np.ndarray, got_BLV: np.ndarray) -> dict[str, float]:
   """How far logits are from those of reference, over all positions.
 

@@ -345,7 +345,8 @@ def _curve(spec: Curve, groups, folder) -> Figure | None:
   notes = []
   usual = float(np.percentile(values, 95))
   if spec.cut and max(values) > _SPIKE * usual:
-    axis.set_ylim(top=1.25 * usual)
+    low, top = min(values), 1.25 * usual
+    axis.set_ylim(low - 0.05 * (top - low), top)  # as if there were no spike
     notes.append(
       f"The axis ends below the largest value, {number(max(values))}."
     )
