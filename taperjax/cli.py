@@ -1029,8 +1029,10 @@ def _print_peers(found: dict[str, Any]) -> None:
 
 def _print_notes(notes: dict[str, str]) -> None:
   """A Markdown list below a table, if there are any."""
-  for i, (name, text) in enumerate(notes.items()):
-    print("\n" * (i == 0) + f"- {name}: {text}")
+  if notes:
+    print()
+  for name, text in notes.items():
+    print(f"- {name}: {text}")
 
 
 def _bench_folder(args: argparse.Namespace) -> pathlib.Path | None:

@@ -51,16 +51,17 @@ def main() -> None:
   for name, timer in both.items():
     megabytes = timer.temporary_bytes() / 1e6
     print(f"{name}: {megabytes:,.0f} MB of temporary memory")
+  if not args.repeats:
+    return
   seconds = {name: [] for name in both}
-  for again in range(args.repeats + 1 if args.repeats else 0):
+  for again in range(args.repeats + 1):
     for name, timer in both.items():
       taken = timer.seconds()
       if again:
         seconds[name].append(taken)
-  if args.repeats:
-    ratio = stats.paired_ratio(seconds["whole"], seconds["chunks"])
-    ms = 1e3 * stats.spread(seconds["chunks"])["median"]
-    print(f"whole / chunks {stats.ratio_text(ratio)}; chunks {ms:,.0f} ms")
+  ratio = stats.paired_ratio(seconds["whole"], seconds["chunks"])
+  ms = 1e3 * stats.spread(seconds["chunks"])["median"]
+  print(f"whole / chunks {stats.ratio_text(ratio)}; chunks {ms:,.0f} ms")
 
 
 if __name__ == "__main__":

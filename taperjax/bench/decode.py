@@ -229,8 +229,9 @@ def _draw(rows, title) -> Any:
   figure = Figure(figsize=(9.0, 4.5), layout="constrained")
   speed, ratio = figure.subplots(1, 2)
   figure.suptitle(title)
-  (_draw_lengths if len(_prompts(rows)) > 1 else _draw_batches)(speed, rows)
-  form = "{x:g}" if len(_prompts(rows)) > 1 else "{x:,.0f}"
+  several = len({row["prompt"] for row in rows}) > 1
+  (_draw_lengths if several else _draw_batches)(speed, rows)
+  form = "{x:g}" if several else "{x:,.0f}"
   for which in ("major", "minor"):  # not powers: those are mathtext
     getattr(speed.yaxis, f"set_{which}_formatter")(StrMethodFormatter(form))
   speed.legend(fontsize=8)
@@ -238,7 +239,7 @@ def _draw(rows, title) -> Any:
   for row in rows:
     for pair, found in row["ratios"].items():
       at, colour = len(labels), _COLOURS[pair.partition("/")[2]]
-      prompt = f"{row['prompt']} " if len(_prompts(rows)) > 1 else ""
+      prompt = f"{row['prompt']} " if several else ""
       labels.append(f"{row['batch']} {prompt}{row['dtype']} {pair}")
       if found["low"] is not None:
         ratio.plot([found["low"], found["high"]], [at, at], color=colour)
@@ -250,10 +251,6 @@ def _draw(rows, title) -> Any:
   ratio.set_yticks(range(len(labels)), labels, fontsize=7)
   ratio.set_title("first / second, 95 % (hollow: not resolved)", fontsize=9)
   return figure
-
-
-def _prompts(rows) -> list[int]:
-  return sorted({row["prompt"] for row in rows})
 
 
 def _draw_batches(axes, rows) -> None:

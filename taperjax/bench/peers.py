@@ -164,22 +164,18 @@ def _transformers(
     folder = pathlib.Path(name)
     hf_files.write_folder(folder, tensors, hf_config, "float32")
     with verify.hf_model(folder, remote_code=False) as (torch, network):
-      gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
-      network = network.to("cuda" if gpu else "cpu")
+      device, versions = verify.torch_device(torch)
+      network = network.to(device)
       if static:
         network.forward = torch.compile(network.forward, dynamic=False)
-      tokens = torch.tensor(
-        tokens_BP, dtype=torch.long, device=network.device
-      )
+      tokens = torch.tensor(tokens_BP, dtype=torch.long, device=device)
       ones = torch.ones_like(tokens)
 
       def call():
         out = network.generate(tokens, attention_mask=ones, **options)
         return out[:, tokens.shape[1] :].cpu().numpy()
 
-      versions = f"{verify.version('transformers')}, {verify.version('torch')}"
-      where = "cuda" if gpu else f"{torch.get_num_threads()} threads"
-      yield call, f"{versions}, {where}"
+      yield call, versions
 
 
 @contextlib.contextmanager

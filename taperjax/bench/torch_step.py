@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from taperjax import state as state_lib
@@ -40,8 +39,7 @@ class Timer:
     compiled: bool,
   ):
     self.torch, self.config = torch, config
-    gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
-    self.device = torch.device("cuda" if gpu else "cpu")
+    self.device, self.version = verify.torch_device(torch)
     self.network = network.to(self.device).train()
     opt, weights = config.optimizer, list(network.parameters())
     self.optimizer = torch.optim.AdamW(
@@ -65,10 +63,6 @@ class Timer:
     self.loss_fn = torch.compile(loss_fn, dynamic=False) if compiled else (
       loss_fn
     )
-    self.version = (
-      f"{verify.version('transformers')}, {verify.version('torch')}, "
-      f"{'cuda' if gpu else f'{torch.get_num_threads()} threads'}"
-    )
     self.first_step_s = self.seconds()
     self.first_loss = self.loss
 
@@ -86,7 +80,7 @@ class Timer:
     return seconds
 
   def _wait(self) -> None:
-    if self.device.type == "cuda":
+    if self.device == "cuda":
       self.torch.cuda.synchronize()
 
   def _step(self) -> Any:
@@ -94,7 +88,7 @@ class Timer:
     self.optimizer.zero_grad()
     for part_BL1 in self.parts:
       with torch.autocast(
-        self.device.type, torch.bfloat16,
+        self.device, torch.bfloat16,
         enabled=self.config.compute_dtype == "bfloat16",
       ):
         loss = self.loss_fn(part_BL1) / len(self.parts)

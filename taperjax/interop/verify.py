@@ -60,6 +60,14 @@ def one_line(error: BaseException) -> str:
   return " ".join(str(error).split())[:200] or type(error).__name__
 
 
+def torch_device(torch: Any) -> tuple[str, str]:
+  """The device, of the kind that jax uses, and it with versions in words."""
+  gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
+  where = "cuda" if gpu else f"{torch.get_num_threads()} threads"
+  text = f"{version('transformers')}, {version('torch')}, {where}"
+  return "cuda" if gpu else "cpu", text
+
+
 def compare(want_BLV: np.ndarray, got_BLV: np.ndarray) -> dict[str, float]:
   """How far logits are from those of reference, over all positions.
 
