@@ -7,7 +7,7 @@ is seen, and each row decodes as it would alone.
 
 A call is one compiled program, `_whole`: `_start` fills the cache, `_extend`
 generates up to a step that is an argument; a stream calls the two apart. They
-are cached by their static shapes (rows, P and M in multiples of 64), the
+are cached by their static shapes (rows, P in multiples of 32, M of 64), the
 configuration and the branch of the gate, so a second call of the same bucket
 compiles nothing. A step reads the filled part of the cache and little more,
 see `_lengths`.
@@ -33,7 +33,8 @@ from taperjax import int8, model, packing
 from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
-BUCKET = 64  # prompt and cache lengths are rounded up to a multiple of it
+BUCKET = 64  # cache lengths are rounded up to a multiple of it
+PROMPT_BUCKET = 32  # prompts are: the prefill computes their padding too
 GROWTH = 1.5  # of what a step reads, but for the last; each is compiled apart
 MIN_TEMPERATURE = 1e-6  # below, logits / temperature leaves float32
 
@@ -377,11 +378,11 @@ def _padded(prompts, done, size) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _padded_length(prompts, size) -> int:
-  return min(_round_up(max(map(len, prompts))), size)
+  return min(_round_up(max(map(len, prompts)), PROMPT_BUCKET), size)
 
 
-def _round_up(length: int) -> int:
-  return -(-length // BUCKET) * BUCKET
+def _round_up(length: int, bucket: int = BUCKET) -> int:
+  return -(-length // bucket) * bucket
 
 
 def _slots(longest: int, steps: int, config: ModelConfig) -> int:

@@ -401,6 +401,13 @@ def test_a_second_call_of_a_bucket_compiles_nothing():
   assert run([[1, 2], [3]], 90, 0.5, 0.9, 3, 0.9, 0, 7) == first + 1
 
 
+def test_prompts_are_padded_to_32_and_within_the_cache():
+  lengths = [1, 32, 33, 65]
+  padded = [decode._padded_length([[0] * n, [0]], 96) for n in lengths]
+  assert padded == [32, 32, 64, 96]
+  assert decode._padded_length([[0] * 40], 50) == 50
+
+
 def test_what_a_step_reads_grows_with_the_text():
   assert decode._lengths(64, 64) == [64]
   assert decode._lengths(64, 512) == [128, 192, 320, 512]
