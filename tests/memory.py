@@ -1,21 +1,25 @@
 """Memory of a GPT-2 train step by compiling it ahead of time, without a run.
 
-  python -m tests.memory SIZE [VARIANT] [--micro-batch=WINDOWS]
+  python -m tests.memory SIZE [VARIANT] [--micro-batch=WINDOWS] [--whole-logits]
 
 Prints what XLA's compiler plans for the step with the most branches (taper
 phase) of configs/gpt2.py at the shapes of GPT-2, layers scanned and recomputed.
 The plan is that of the backend it runs on: on a CPU bfloat16 products are
 widened and attention is another program, so it stands in for a GPU, no more.
+With --whole-logits the cross-entropy holds all logits at once, for comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from unittest import mock
 
 import jax
 
 from configs import gpt2
-from taperjax import config as config_lib, planning
+from taperjax import config as config_lib, planning, step as step_lib
+from tests import cross_entropy
 
 # Layers, width, heads of the released models.
 SHAPES = {
@@ -59,8 +63,16 @@ def main() -> None:
   parser.add_argument("size", choices=SHAPES)
   parser.add_argument("variant", nargs="?", default="all")
   parser.add_argument("--micro-batch", type=int, default=8)
+  parser.add_argument("--whole-logits", action="store_true")
   args = parser.parse_args()
-  found = plan(args.size, args.variant, args.micro_batch)
+  with contextlib.ExitStack() as stack:
+    if args.whole_logits:
+      stack.enter_context(
+        mock.patch.object(
+          step_lib.losses, "token_cross_entropy", cross_entropy.whole
+        )
+      )
+    found = plan(args.size, args.variant, args.micro_batch)
   line = ", ".join(f"{name} {x / GIB:.1f} GiB" for name, x in found.items())
   print(
     f"gpt2:{args.size},{args.variant}, {args.micro_batch} x 1,024 tokens at a "
