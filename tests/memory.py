@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from unittest import mock
 
 import jax
 
 from configs import gpt2
-from taperjax import config as config_lib, planning, step as step_lib
+from taperjax import config as config_lib, planning
 from tests import cross_entropy
 
 # Layers, width, heads of the released models.
@@ -65,13 +64,10 @@ def main() -> None:
   parser.add_argument("--micro-batch", type=int, default=8)
   parser.add_argument("--whole-logits", action="store_true")
   args = parser.parse_args()
-  with contextlib.ExitStack() as stack:
-    if args.whole_logits:
-      stack.enter_context(
-        mock.patch.object(
-          step_lib.losses, "token_cross_entropy", cross_entropy.whole
-        )
-      )
+  logits = contextlib.nullcontext()
+  if args.whole_logits:
+    logits = cross_entropy.whole_logits()
+  with logits:
     found = plan(args.size, args.variant, args.micro_batch)
   line = ", ".join(f"{name} {x / GIB:.1f} GiB" for name, x in found.items())
   print(
