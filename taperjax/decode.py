@@ -7,9 +7,9 @@ is seen, and each row decodes as it would alone.
 
 A call is one compiled program, `_whole`: `_start` fills the cache, `_extend`
 generates up to a step that is an argument; a stream calls the two apart. They
-are cached by their static shapes (rows, P in multiples of 32, M of 64), the
-configuration and the branch of the gate, so a second call of the same bucket
-compiles nothing. A step reads the filled part of the cache and little more,
+are cached by their static shapes (rows, P in multiples of 32, M - P of 64),
+the configuration and the branch of the gate, so a second call of the same
+bucket compiles nothing. A step reads the filled part of the cache and little more,
 see `_lengths`.
 """
 
@@ -33,7 +33,7 @@ from taperjax import int8, model, packing
 from taperjax.config import ModelConfig, site_names
 from taperjax.errors import UserError
 
-BUCKET = 64  # cache lengths are rounded up to a multiple of it
+BUCKET = 64  # slots behind the prompt are rounded up to a multiple of it
 PROMPT_BUCKET = 32  # prompts are: the prefill computes their padding too
 GROWTH = 1.5  # of what a step reads, but for the last; each is compiled apart
 MIN_TEMPERATURE = 1e-6  # below, logits / temperature leaves float32
@@ -387,7 +387,9 @@ def _round_up(length: int, bucket: int = BUCKET) -> int:
 
 def _slots(longest: int, steps: int, config: ModelConfig) -> int:
   """Of the cache: the last new token is never in it."""
-  return min(_round_up(longest + steps - 1), config.context_len)
+  padded = _round_up(longest, PROMPT_BUCKET)
+  behind = max(1, longest + steps - 1 - padded)
+  return min(padded + _round_up(behind), config.context_len)
 
 
 def _prepare(

@@ -398,7 +398,7 @@ def test_a_second_call_of_a_bucket_compiles_nothing():
   first = run([[1, 2], [3]], 5, 0.5, 0.9, 3, 0.9, 0, 7)
   assert run([[4], [5] * 20], 30, 0.25, 1.4, 0, 0.5, 9, 8) == first
   # A longer text needs a larger cache: one more.
-  assert run([[1, 2], [3]], 90, 0.5, 0.9, 3, 0.9, 0, 7) == first + 1
+  assert run([[1, 2], [3]], 96, 0.5, 0.9, 3, 0.9, 0, 7) == first + 1
 
 
 def test_prompts_are_padded_to_32_and_within_the_cache():
@@ -406,6 +406,15 @@ def test_prompts_are_padded_to_32_and_within_the_cache():
   padded = [decode._padded_length([[0] * n, [0]], 96) for n in lengths]
   assert padded == [32, 32, 64, 96]
   assert decode._padded_length([[0] * 40], 50) == 50
+
+
+def test_a_cache_has_a_multiple_of_64_slots_behind_the_prompt():
+  """So the padded prompt and 64 new tokens are one loop, and no second one."""
+  config = tiny("rms")[1].replace(context_len=250)
+  sizes = [(32, 64), (32, 66), (5, 3), (40, 64), (200, 50), (1, 1)]
+  found = [decode._slots(longest, steps, config) for longest, steps in sizes]
+  assert found == [96, 160, 96, 128, 250, 96]
+  assert decode._lengths(32, 96) == [96]
 
 
 def test_what_a_step_reads_grows_with_the_text():
@@ -437,7 +446,7 @@ def long_text(family, kind):
   return params, config, c, found
 
 
-LONG = 256  # slots: 128, then 192, then 256
+LONG = 256  # slots: 96, then 192, then 224
 
 
 @pytest.mark.parametrize(
