@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from ml_collections import config_dict
 
-from taperjax import api, cli, config as config_lib, gate, packing
+from taperjax import api, cli, config as config_lib, gate, model, packing
 from taperjax.bench import (
   decode as bench,
   peers,
@@ -166,6 +166,23 @@ def _leaves(tree):
 def test_bandwidth_is_a_rate():
   assert roofline.read_bandwidth(2, repeats=1, size=2**20) > 0
   assert roofline.cores() >= 1
+
+
+def test_random_weights_give_the_forms_like_logits():
+  """At 9m; fresh weights with c of another size give millions, then NaN."""
+  params, config, c = bench.random_model("9m")
+  tokens_BL = np.random.default_rng(1).integers(0, config.vocab_size, (2, 60))
+  want, *found = (
+    np.asarray(model.Transformer(config).apply(
+      {"params": params}, tokens_BL, gate=gate, c=c
+    )[0])
+    for params, config, gate, c in bench.make_forms(
+      params, config, c, bench.FORMS
+    ).values()
+  )
+  for logits_BLV in found:
+    error = np.max(np.abs(logits_BLV - want)) / np.max(np.abs(want))
+    assert error < 0.2
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from taperjax import decode, drawing, folding, model as model_lib, shapes
@@ -61,15 +62,30 @@ SHAPES = {
 def random_model(shape: str) -> tuple[dict, ModelConfig, np.ndarray]:
   """(params, config, c) of a shape of `SHAPES`, all norms tapered.
 
-  c is 1 / init_std at every site, near the truth for fresh weights: so that
-  no form meets numbers of another size.
+  c is calibrated on a window of random tokens, and the matrices that write to
+  the stream are a tenth of fresh ones: a random model of width 256 and more
+  without norms would make numbers larger and larger, up to NaN.
   """
   config = SHAPES[shape]
   params = jax.jit(model_lib.init_params, static_argnums=0)(
     config, jax.random.key(0)
   )
-  sites = 2 * config.num_layers + 1
-  return params, config, np.full(sites, 1 / config.init_std, np.float32)
+  for n in range(config.num_layers):
+    block = params[f"block_{n}"]
+    for linear in (block["attn"]["o"], block["mlp"]["down"]):
+      linear["kernel"] = linear["kernel"] / 10
+  rng = np.random.default_rng(0)
+  tokens_BL = rng.integers(0, config.vocab_size, (1, 64), np.int32)
+  sums_S2 = jax.jit(_calibration, static_argnums=0)(config, params, tokens_BL)
+  return params, config, np.asarray(sums_S2[:, 0] / sums_S2[:, 1])
+
+
+def _calibration(config, params, tokens_BL):
+  _, aux = model_lib.Transformer(config).apply(
+    {"params": params}, tokens_BL, gate=1.0, mask_BL=jnp.ones(tokens_BL.shape),
+    output="hidden",
+  )
+  return aux["sums_S2"]
 
 
 def make_forms(
