@@ -142,9 +142,8 @@ def sample(
   # The largest becomes 0, so a small temperature makes -inf, never inf.
   top_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   logits_BV = (logits_BV - top_B1) / sampling.temperature
-  draw = jax.vmap(jax.random.categorical)
   if kind == "plain":
-    return draw(keys_B, logits_BV).astype(jnp.int32)
+    return _categorical(keys_B, logits_BV)
   size = logits_BV.shape[-1]
   ids_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
   # Stable: of equal logits the smaller id counts as more likely, as in argmax.
@@ -158,8 +157,14 @@ def sample(
   before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
   # Rounding of the sum must not cut the tail when all of it is wanted.
   kept_BV = (before_BV < sampling.top_p) | (sampling.top_p >= 1)
-  rank_B = draw(keys_B, jnp.where(kept_BV, sorted_BV, -jnp.inf))
+  rank_B = _categorical(keys_B, jnp.where(kept_BV, sorted_BV, -jnp.inf))
   return jnp.take_along_axis(ids_BV, rank_B[:, None], axis=1)[:, 0]
+
+
+def _categorical(keys_B, logits_BV):
+  """The ids of jax.random.categorical, but for its slow argmax."""
+  noise = lambda key: jax.random.gumbel(key, logits_BV.shape[1:])
+  return _argmax(logits_BV + jax.vmap(noise)(keys_B))
 
 
 def _argmax(logits_BV: jax.Array) -> jax.Array:

@@ -314,6 +314,16 @@ def test_greedy_is_argmax_of_every_row(size):
   assert np.all((found >= 0) & (found < size))
 
 
+def test_a_sampled_token_is_that_of_jax_random_categorical():
+  rng = np.random.default_rng(0)
+  logits_BV = jnp.asarray(3 * rng.normal(size=(200, 36)), jnp.float32)
+  keys_B = jax.random.split(jax.random.key(0), 200)
+  found_B = decode.sample(logits_BV, keys_B, Sampling(1.0), "plain")
+  wanted_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
+  np.testing.assert_array_equal(found_B, wanted_B)
+  assert found_B.dtype == jnp.int32
+
+
 def test_a_stop_token_ends_its_row_alone_and_is_left_out():
   params, config, c = tiny("rms")
   whole = decode.generate(params, config, PROMPTS, max_new=9, c=c)
