@@ -308,7 +308,8 @@ def _extend(
   state = jax.lax.while_loop(going, step, state.replace(cache=part))
   part = state.cache
   if packed:
-    part = packing.leave(part, state.position_B)
+    order = packing.order_of(config.head_dim, length)
+    part = packing.leave(part, state.position_B, order)
   # Nothing is written behind `length` yet: zeros, not the old cache kept alive.
   rest = ((0, 0), (0, size - length), (0, 0), (0, 0))
   cache = jax.tree.map(lambda x_BMGK: jnp.pad(x_BMGK, rest), part)

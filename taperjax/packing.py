@@ -3,9 +3,9 @@
 `pack` is done once for each call, before the loop. The query, key and value
 projections become one matrix, gate and up another, in the compute dtype and
 stored (out, in), which a product with few rows reads fastest on a CPU. The
-cache of the loop holds (J, K, M): heads first and positions last, so that
-neither product of attention has to transpose it; and no axis of size 1, which
-XLA drops from a product by a bitcast, and copies the cache for it.
+cache of the loop has the heads first, so that neither product of attention has
+to transpose it; and no axis of size 1, which XLA drops from a product by a
+bitcast, and copies the cache for it: (J, K, M) or (J, M, K), see `order_of`.
 
 With weights "int8" a matrix is kept as int8 with a scale for each output, see
 `int8`, and converted in the step: the product s (q x) is in the compute dtype.
@@ -13,13 +13,14 @@ On a CPU it lies in P parts of outputs, each converted and multiplied while it
 is in the processor's cache; see `_scaled`.
 
 Axes: B rows, D width, H heads, G key/value heads, J = B G heads of all rows,
-R = H / G readers of each, K head size, M cache length, F outputs of a product,
-P parts of them, V vocabulary, N layers.
+R = H / G readers of each, K head size, M cache length, NN these two in either
+order, F outputs of a product, P parts of them, V vocabulary, N layers.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from taperjax import attention, int8, model, norms
 from taperjax.config import ModelConfig
 
 PART = 2**17  # weights of a part, about: half a megabyte in float32
+WIDE, SHORT = 16, 256  # head sizes from, slots up to: see `order_of`
 
 
 def packs(config: ModelConfig) -> bool:
@@ -115,8 +117,17 @@ def pack(
   return packed
 
 
+def order_of(head_dim: int, slots: int) -> str:
+  """Axes of the cache in the loop, as measured in docs/benchmarks.md.
+
+  With the channels last a write is in one piece for each head, but the products
+  are slower over small heads and over many slots.
+  """
+  return "JMK" if head_dim >= WIDE and slots <= SHORT else "JKM"
+
+
 def enter(cache: model.Cache, position_B: jax.Array) -> model.Cache:
-  """(B, M, G, K) to the loop's (J, K, M), all rows to end at one slot.
+  """(B, M, G, K) to the loop's `order_of`, all rows to end at one slot.
 
   Rows of unequal lengths are moved up until their next slots agree: so one
   write serves them all, and stays a write in place.
@@ -125,33 +136,36 @@ def enter(cache: model.Cache, position_B: jax.Array) -> model.Cache:
     cache: slots are positions.
     position_B: the next position of each row.
   """
+  _, slots, _, head_dim = cache[0][0].shape
+  order = order_of(head_dim, slots)
 
   def turn(x_BMGK):
-    x_BGKM = jnp.transpose(x_BMGK, (0, 2, 3, 1))
-    x_BGKM = _moved(x_BGKM, jnp.max(position_B) - position_B)
-    return x_BGKM.reshape(-1, *x_BGKM.shape[2:])
+    x_BMGK = _moved(x_BMGK, jnp.max(position_B) - position_B)
+    x_BGNN = jnp.einsum(f"BMGK->BG{order[1:]}", x_BMGK)
+    return x_BGNN.reshape(-1, *x_BGNN.shape[2:])
 
   return jax.tree.map(turn, cache)
 
 
-def leave(cache: model.Cache, position_B: jax.Array) -> model.Cache:
-  """Undoes `enter`, at any later positions."""
+def leave(
+  cache: model.Cache, position_B: jax.Array, order: str = "JKM"
+) -> model.Cache:
+  """Undoes `enter`, at any later positions; order is from `order_of`."""
 
-  def turn(x_JKM):
-    x_BGKM = x_JKM.reshape(position_B.shape[0], -1, *x_JKM.shape[1:])
-    x_BGKM = _moved(x_BGKM, position_B - jnp.max(position_B))
-    return jnp.transpose(x_BGKM, (0, 3, 1, 2))
+  def turn(x_JNN):
+    x_BGNN = x_JNN.reshape(position_B.shape[0], -1, *x_JNN.shape[1:])
+    x_BMGK = jnp.einsum(f"BG{order[1:]}->BMGK", x_BGNN)
+    return _moved(x_BMGK, position_B - jnp.max(position_B))
 
   return jax.tree.map(turn, cache)
 
 
-def _moved(x_BGKM, shift_B):
+def _moved(x_BMGK, shift_B):
   """Row b moved up by shift_b slots, around the end."""
-  size = x_BGKM.shape[-1]
+  batch, size = x_BMGK.shape[:2]
+  rows_B1 = jnp.arange(batch)[:, None]
   from_BM = (jnp.arange(size)[None, :] - shift_B[:, None]) % size
-  return jnp.take_along_axis(
-    x_BGKM, from_BM[:, None, None, :], axis=-1, mode="promise_in_bounds"
-  )
+  return x_BMGK[rows_B1, from_BM]
 
 
 def step(
@@ -189,14 +203,16 @@ def step(
     h_B1D = h_B1D + packed["position_embed"][position_B][:, None]
   turn = _rotation(cfg, position_B)
   slot = jnp.max(position_B)
-  slots_1M = jnp.arange(cache[0][0].shape[-1])[None, :]
+  slots = math.prod(cache[0][0].shape[1:]) // cfg.head_dim
+  order = order_of(cfg.head_dim, slots)
+  slots_1M = jnp.arange(slots)[None, :]
   first_B1 = (slot - position_B)[:, None]  # of each row, see `enter`
   seen_BM = (first_B1 <= slots_1M) & (slots_1M <= slot)
   caches = []
   for n, layer in enumerate(packed["layers"]):
     x_B1D = norm(layer["attn_norm"], 2 * n, h_B1D)
     out_BD, past = _attend(
-      layer, cfg, x_B1D[:, 0], turn, slot, seen_BM, cache[n]
+      layer, cfg, x_B1D[:, 0], turn, slot, seen_BM, cache[n], order
     )
     caches.append(past)
     h_B1D = h_B1D + out_BD[:, None]
@@ -271,31 +287,34 @@ def _rotation(cfg, position_B):
   )[:, 0]
 
 
-def _attend(layer, cfg, x_BD, turn, slot, seen_BM, cache):
+def _attend(layer, cfg, x_BD, turn, slot, seen_BM, cache, order):
   batch = x_BD.shape[0]
   heads, groups, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
   qkv_BHK = _linear(x_BD, layer["qkv"]).reshape(batch, -1, size)
   qk_BHK = turn(qkv_BHK[:, : heads + groups])
   q_JRK = qk_BHK[:, :heads].reshape(-1, heads // groups, size)
-  k_JKM = _write(cache[0], qk_BHK[:, heads:], slot)
-  v_JKM = _write(cache[1], qkv_BHK[:, heads + groups :], slot)
+  k_JNN = _write(cache[0], qk_BHK[:, heads:], slot, order)
+  v_JNN = _write(cache[1], qkv_BHK[:, heads + groups :], slot, order)
   f32 = {"preferred_element_type": jnp.float32}
-  s_JRM = jnp.einsum("JRK,JKM->JRM", q_JRK, k_JKM, **f32)
+  s_JRM = jnp.einsum(f"JRK,{order}->JRM", q_JRK, k_JNN, **f32)
   seen_JM = jnp.repeat(seen_BM, groups, axis=0)
   s_JRM = jnp.where(seen_JM[:, None, :], s_JRM * size**-0.5, -jnp.inf)
   p_JRM = jnp.exp(s_JRM - jnp.max(s_JRM, axis=-1, keepdims=True))
   sum_JR1 = jnp.sum(p_JRM, axis=-1, keepdims=True)
   out_JRK = jnp.einsum(
-    "JRM,JKM->JRK", p_JRM.astype(v_JKM.dtype), v_JKM, **f32
+    f"JRM,{order}->JRK", p_JRM.astype(v_JNN.dtype), v_JNN, **f32
   )
   out_BD = (out_JRK / sum_JR1).astype(x_BD.dtype).reshape(batch, -1)
-  return _linear(out_BD, layer["o"]), (k_JKM, v_JKM)
+  return _linear(out_BD, layer["o"]), (k_JNN, v_JNN)
 
 
-def _write(cache_JKM, new_BGK, slot):
+def _write(cache_JNN, new_BGK, slot, order):
   """The new vectors of all rows at their common slot."""
-  new_JK1 = new_BGK.astype(cache_JKM.dtype).reshape(*cache_JKM.shape[:2], 1)
-  return jax.lax.dynamic_update_slice_in_dim(cache_JKM, new_JK1, slot, axis=2)
+  axis = order.index("M")
+  new_JK = new_BGK.astype(cache_JNN.dtype).reshape(len(cache_JNN), -1)
+  return jax.lax.dynamic_update_slice_in_dim(
+    cache_JNN, jnp.expand_dims(new_JK, axis), slot, axis=axis
+  )
 
 
 def _mlp(layer, cfg, x_BD):

@@ -98,6 +98,12 @@ def test_folding_takes_a_reduction_from_each_norm_of_the_program():
   assert found["unfused"] == found["folded"] == 2 * N
 
 
+def test_reductions_are_counted_in_either_order_of_the_cache(monkeypatch):
+  found = reductions("unfused", "rms")
+  monkeypatch.setattr(packing, "WIDE", 1)
+  assert reductions("unfused", "rms") == found
+
+
 def test_the_centring_of_a_tapered_layer_norm_goes_with_folding_alone():
   found = {name: reductions(name, "layer") for name in bench.FORMS}
   assert found["folded"] == 2 * N

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from taperjax import hlo, packing
+from taperjax import hlo, model, packing
 from taperjax.config import ModelConfig
 
 TEST_BYTES = 2**28  # for each core: more than any cache
@@ -93,14 +93,17 @@ def reductions(
   Softmax has two for each layer. A live RMSNorm adds one for each site, so
   folding all of N layers takes 2 N + 1 away.
   """
-  cache = (config.num_layers, batch * config.num_kv_heads, config.head_dim, 8)
-  part = jax.ShapeDtypeStruct(cache[1:], jnp.dtype(config.compute_dtype))
   ints = jax.ShapeDtypeStruct((batch,), jnp.int32)
+  cache = jax.eval_shape(
+    lambda place_B: packing.enter(
+      model.init_cache(config, batch, length=8), place_B
+    ), ints
+  )
   program = jax.make_jaxpr(
     lambda packed, token_B, place_B, cache: packing.step(
       packed, config, token_B, place_B, cache, gate=gate, c=c
     )[0]
-  )(packed, ints, ints, ((part, part),) * cache[0])
+  )(packed, ints, ints, cache)
   # `slot`, the largest position, is bookkeeping: one over integers.
   return _count_reductions(program.jaxpr)
 
